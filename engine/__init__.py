@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# OpenMP reads this once, when torch is first imported. By default its threads spin at every barrier; as soon as another
-# process wants a core, each of a step's hundreds of barriers then waits for a time slice. Measured on 2 cores with one
-# busy neighbour: 2 tokens/s spinning, 15 sleeping; on an idle machine both give the same.
+# OpenMP reads this once, when torch is first imported. By default its threads spin at barriers. If another process uses
+# a core, each of the hundreds of barriers in a step then waits for a time slice; sleeping threads avoid that, and cost
+# nothing on an idle machine (docs/performance.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Read when torch is first imported, too: cuBLASLt chooses kernels that make steps of 64 to 192 sequences up to 1.6 %
-# faster (Qwen3-8B on an H100). torch's function for it does the same, with a warning on stderr.
+# Also read when torch is first imported: cuBLASLt chooses faster kernels for steps of 64 to 192 sequences. torch's
+# function for this would print a warning on stderr.
 os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 
 _PUBLIC = {

@@ -1,4 +1,5 @@
-"""What this build and a device can honour, without importing torch: the command line and the engine refuse alike.
+"""What this build and a device support, without importing torch, so that the command line and the engine refuse the
+same.
 
 Each refusal is one sentence that names the flag, and says what to do instead.
 """
@@ -9,13 +10,13 @@ from engine.config import PAGE_SIZES, STATE_DTYPES, TABLE_PLACES, EngineConfig
 from engine.errors import ConfigError
 from engine.message import msg
 
-# Grows with the code that makes them work.
-CHECKPOINT_QUANTIZATION = frozenset({"awq", "compressed-tensors", "gptq", "modelopt"})  # of checkpoints that are so
+# Add to these together with the code that implements them.
+CHECKPOINT_QUANTIZATION = frozenset({"awq", "compressed-tensors", "gptq", "modelopt"})  # methods of checkpoints
 CPU_QUANTIZATION = CHECKPOINT_QUANTIZATION
 CPU_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "float32"})
 CUDA_QUANTIZATION = frozenset({"fp8"}) | CHECKPOINT_QUANTIZATION
 CUDA_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
-MIN_COMPUTE_CAPABILITY = (8, 0)  # bf16 matrix units
+MIN_COMPUTE_CAPABILITY = (8, 0)  # bf16 tensor cores
 FP8_COMPUTE_CAPABILITY = (8, 9)
 
 
@@ -25,7 +26,7 @@ def nvidia_driver_present() -> bool:
 
 
 def resolve_device(requested: str, cuda_available: bool) -> str:
-    """ "cpu" or "cuda". Raises ConfigError for `--device cuda` where there is none."""
+    """ "cpu" or "cuda". Raises ConfigError for `--device cuda` if there is no GPU."""
     if requested == "cuda" and not cuda_available:
         raise ConfigError(
             msg("--device cuda: no CUDA GPU is usable on this machine."), "--device",
@@ -37,7 +38,7 @@ def resolve_device(requested: str, cuda_available: bool) -> str:
 
 
 def check_capabilities(config: EngineConfig, device: str) -> None:
-    """Raise ConfigError, naming the flag, for what `device` ("cpu" or "cuda") cannot do."""
+    """Raise ConfigError, naming the flag, for a setting that `device` ("cpu" or "cuda") does not support."""
     quantization = CPU_QUANTIZATION if device == "cpu" else CUDA_QUANTIZATION
     kv_dtypes = CPU_KV_DTYPES if device == "cpu" else CUDA_KV_DTYPES
     if config.quantization is not None and config.quantization not in quantization:

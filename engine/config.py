@@ -7,17 +7,17 @@ from typing import Literal
 from engine.setting import setting
 
 Device = Literal["auto", "cpu", "cuda"]
-# The tables of engine.text.parsers, named here for who must not load them
+# The keys of the tables in engine.text.parsers, repeated here for code that must not import those
 ToolCallParser = Literal["auto", "none", "gemma4", "hermes", "llama3_json", "llama4_json", "mistral", "qwen3_coder",
                          "qwen3_json", "qwen3_xml"]
 PoolingChoice = Literal["last", "mean"]  # engine.core.request.Pooling
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "gemma4", "mistral", "qwen3"]
 
 PAGE_SIZES = (8, 16, 32, 64)
-TABLE_PLACES = ("host", "gpu")  # where a table that is only looked up may be
-STATE_DTYPES = ("float32", "bfloat16")  # in which a recurrent layer may keep its state
-# Tokens a page by default. The GPU's kernels like 16. Short answers on a CPU waste less in pages of 8: of 64 requests
-# of 16-128 tokens in and out, 2.1 % of the slots are never written, against 5.0 %.
+TABLE_PLACES = ("host", "gpu")  # where a lookup table may be kept
+STATE_DTYPES = ("float32", "bfloat16")  # dtypes in which a recurrent layer may keep its state
+# Default tokens per page. The GPU's kernels work best with 16. On a CPU, short answers waste less in pages of 8
+# (docs/performance.md).
 DEFAULT_PAGE_SIZE = {"cpu": 8, "cuda": 16}
 
 _DTYPES = {"auto": "auto", "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32",
@@ -99,7 +99,7 @@ class EngineConfig:
         group="memory")
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "precision of recurrent layers' states; auto takes the model's own ({default})", group="memory")
-    # A request's result is the same bits in any batch; slower (GPU).
+    # A request's result has the same bits in any batch; slower (GPU only).
     batch_invariant: bool = setting(
         False, "the same bits for a request in any batch, at the price of speed ({default})", group="scheduling")
 

@@ -1,6 +1,7 @@
-"""An embedding as a client gets it: cut to the dimensions asked for, then brought to length 1.
+"""An embedding as a client gets it: cut to the requested dimensions, then normalised to length 1.
 
-In plain Python: the gateway, which does this, holds no tensor library. 4096 dimensions take half as long as their JSON.
+In plain Python, because the gateway does this and loads no tensor library. 4096 dimensions take half as long as writing
+their JSON.
 """
 
 import math
@@ -8,9 +9,9 @@ from array import array
 
 
 def finished(embedding: bytes, dimensions: int | None = None, *, normalize: bool = True) -> array:
-    """What the engine sends (`StepOutput.embedding`) as float32 [dimensions]. `dimensions` None: all.
+    """`StepOutput.embedding` as float32 [dimensions]. `dimensions` None: all.
 
-    A vector of zeros has no direction and stays as it is.
+    A vector of zeros cannot be normalised and is not changed.
     """
     vector = array("f", embedding)[:dimensions]
     length = math.hypot(*vector) if normalize else 0.0

@@ -1,7 +1,7 @@
 """Errors that a person may see. Each says what happened; `hint` says what to do about it.
 
-`str()` of them is English, for logs and API answers. Those of a start are messages (engine.message), which keep their
-id and values: a front end that speaks another language translates them where they are shown (`retelling`, `told`).
+Their `str()` is English, for logs and API answers. Errors at start-up are messages (engine.message), which keep their
+id and values, so that a front end in another language can translate them where they are shown (`retelling`, `told`).
 """
 
 import sys
@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-# Ids of errors that end an engine. A log record carries one as its field `error_id`, so that programs need not read the
+# Ids of errors that end an engine. A log record has one in its field `error_id`, so that programs need not parse the
 # English message.
 OUT_OF_MEMORY = "out-of-memory"
-KILLED = "killed"        # by SIGKILL, most often the kernel's when the machine runs out of memory
+KILLED = "killed"        # by SIGKILL, most often from the kernel because the machine ran out of memory
 SETTINGS = "settings"
 MODEL = "model"
 
@@ -23,7 +23,7 @@ _front_end_flags: Sequence[Flag] = ()
 
 
 class AtollError(Exception):
-    """Base of every error that is meant for a person's eyes (never a traceback)."""
+    """Base of all errors that are shown to people (without a traceback)."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class QuarantinedError(AtollError):
 
 
 def error_id(error: BaseException) -> str:
-    """Its id, or "" for an error that programs cannot act upon."""
+    """The error's id, or "" if programs cannot act upon it."""
     torch = sys.modules.get("torch")
     if isinstance(error, OutOfMemoryPlanError | MemoryError) or (
         torch is not None and isinstance(error, torch.OutOfMemoryError)
@@ -87,9 +87,9 @@ def log_fields(error: BaseException) -> dict[str, Any]:
 
 @contextmanager
 def retelling(retell: Callable[[str], str], *, flags: Sequence[Flag] = ()) -> Iterator[None]:
-    """For the duration of the block, `told` and `complain` say what `retell` makes of each message.
+    """Inside this context, `told` and `complain` pass each message through `retell`, which translates it.
 
-    `flags`: those that the front end takes from the command line itself; `--help` lists them.
+    `flags`: those that the front end handles itself; `--help` lists them, too.
     """
     global _retell, _front_end_flags
     before, (_retell, _front_end_flags) = (_retell, _front_end_flags), (retell, flags)
@@ -104,14 +104,14 @@ def front_end_flags() -> Sequence[Flag]:
 
 
 def told(text: str) -> str:
-    """`text` for the person who started the program."""
+    """`text` in the language of the person who started the program."""
     return _retell(text)
 
 
 def complain(program: str, error: AtollError, *, logged: bool = False) -> None:
-    """One line on stderr for the person who started `program`: why it gives up.
+    """Tell the person who started `program` why it gives up, in one line on stderr.
 
-    `logged`: the log has said it, so there is a line only for a person at a terminal who reads another language.
+    `logged`: the log says it already, so a line is printed only at a terminal, and only if it is in another language.
     """
     said = f"{told(error.message)} {told(error.hint)}".strip()
     if not logged or (said != str(error) and sys.stderr.isatty()):

@@ -59,7 +59,7 @@ class LLM:
         if unknown := kwargs.keys() - _CONFIG_FIELDS:
             known = ", ".join(sorted(_CONFIG_FIELDS))
             raise TypeError(f"LLM() has no argument {sorted(unknown)[0]!r}; it takes {known}")
-        kwargs.setdefault("max_itl_ms", 0)  # no one reads along
+        kwargs.setdefault("max_itl_ms", 0)  # nobody reads the answers while they are written
         config = EngineConfig(Path(model), **kwargs)
         self._pooling: Pooling = config.pooling
         self.tokenizer = None if config.skip_tokenizer_init else TextTokenizer.load(tokenizer or config.model)
@@ -81,7 +81,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer all prompts; results in their order. A bad prompt raises InvalidRequestError before any work starts.
 
-        `sampling_params`: one for all, or one each. On an exception (Ctrl-C included) nothing stays queued.
+        `sampling_params`: one for all prompts, or one for each. After an exception (or Ctrl-C), nothing stays queued.
         """
         from tqdm import tqdm  # only the offline API draws a bar; the engine process runs without the package
 
@@ -192,7 +192,7 @@ class LLM:
 
 
 class _Job:
-    """One prompt on its way: its output object and its `n` children."""
+    """One prompt in progress: its output object and its `n` children."""
 
     def __init__(self, llm: LLM, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
         text, ids = _tokens(llm.tokenizer, prompt)
@@ -201,7 +201,7 @@ class _Job:
         self.children = [_Child(self, i, params) for i in range(params.n)]
 
     def finished_now(self) -> bool:
-        """True once: when the last child has ended."""
+        """True exactly once, when the last child has ended."""
         if self.output.finished or any(c.output.finish_reason is None for c in self.children):
             return False
         self.output.finished = True

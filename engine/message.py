@@ -1,8 +1,8 @@
-"""Messages with an id: each *is* its English wording, and remembers the template and the values it was made of.
+"""Messages with an id: each *is* its English text, and remembers the template and the values that it was made from.
 
-The id is the English template, as in a gettext catalogue. The engine speaks English only: logs, API answers and `str()`
-hold the wording. Whoever shows a message to a person can say it in another language, because the id and the values
-travel with it: inside a process as attributes, between processes as JSON (`to_json`, `from_json`).
+The id is the English template, as in a gettext catalogue. The engine itself only uses English: logs, API answers and
+`str()` contain the text. Code that shows a message to a person can translate it, because the id and the values come
+with it: inside a process as attributes, between processes as JSON (`to_json`, `from_json`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ class Message(str):
 
 
 def msg(source: str, /, **params: Any) -> Message:
-    """`source` with its {placeholders} filled in. Call it with a literal: the catalogue is made from these."""
+    """`source` with its {placeholders} filled in. Call it with a literal, because the catalogue is made from those."""
     message = Message(source.format(**params))
     message.source, message.params, message.parts = source, params, None
     return message
@@ -38,13 +38,13 @@ def joined(parts: Iterable[str], separator: str = ", ") -> Message:
 
 
 def reason(error: Exception) -> str:
-    """Why the operating system refused, in its own words and without the path; its words are ids, too."""
+    """The operating system's reason for an error, without the path; these texts are message ids, too."""
     words = getattr(error, "strerror", None)
     return msg(words.replace("{", "{{").replace("}", "}}")) if words else str(error)
 
 
 def to_json(value: Any) -> Any:
-    """A message as its id and values; plain text and numbers as they are, and anything else as text."""
+    """A message as its id and values; plain text and numbers unchanged, and anything else as text."""
     if isinstance(value, Message):
         if value.parts is not None:
             return {"join": value.source, "parts": [to_json(part) for part in value.parts]}
@@ -53,7 +53,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given. The sender may be of another version: what is no message stays as it is."""
+    """The inverse of `to_json`. The sender may be of another version, so whatever is not a message is not changed."""
     try:
         match value:
             case {"join": str(separator), "parts": list(parts)}:
@@ -66,7 +66,7 @@ def from_json(value: Any) -> Any:
 
 
 def with_ids(line: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object whose messages are English for any reader; `texts` has their ids and values beside them."""
+    """A JSON object with its messages in English for any reader, and their ids and values under `texts`."""
     texts = {name: to_json(value) for name, value in line.items() if isinstance(value, Message)}
     return line | {"texts": texts} if texts else line
 

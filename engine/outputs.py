@@ -1,4 +1,4 @@
-"""What the offline API returns, in vLLM's shape, so that scripts written for it read ours unchanged."""
+"""What the offline API returns: the same objects as vLLM's, so that scripts written for vLLM work unchanged."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ LogprobsAtPosition = dict[int, Logprob]
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds of the monotonic clock; differences are meaningful, absolute values are not."""
+    """Seconds on the monotonic clock: only differences are meaningful."""
 
     arrival_time: float = 0
     first_scheduled_time: float = 0

@@ -1,8 +1,9 @@
-"""What a model would take of a GPU, without the GPU and without the weights: config.json and the engine's flags.
+"""Plans the memory that a model would take on a GPU, without the GPU and the weights, from config.json and the engine's
+flags.
 
-Weights, pages, states and the split of what is left come from the code that the engine plans with when it starts. What
-it measures there (activations, graphs, overhead, buffers) is a parameter here. Without measurements it is estimated:
-on an H100 the room for pages came within 1.4 % of what eight models' engines found (docs/performance.md).
+Weights, pages, states and the split of the remaining memory come from the code with which the engine plans at start-up.
+What it measures there (activations, graphs, overhead, buffers) is a parameter here. Without measurements these are
+estimated; docs/performance.md compares the estimates with measurements.
 """
 
 from dataclasses import dataclass, replace
@@ -28,14 +29,14 @@ from engine.models.registry import model_class
 from engine.worker.build import DEFAULT_SEQS, gpu_defaults, resolve_dtype, resolve_kv_dtype, wanted_context
 from engine.worker.memory import host_bytes, loaded_bytes
 
-_RESERVED = 5 * GIB // 4  # CUDA context, kernels' code, library workspaces, graphs and buffers
+_RESERVED = 5 * GIB // 4  # for the CUDA context, kernels' code, library workspaces, graphs and buffers
 _SCORED_ROWS = 512        # logits that are copied to float32 at a time
 SHAPES = Path(__file__).parent / "bench/configs"  # of models that are planned and measured without their weights
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedGpu:
-    """A GPU that need not be here."""
+    """A GPU that need not be in this machine."""
 
     name: str
     total: int                   # bytes, as the driver reports them
@@ -54,16 +55,16 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a model's tensors and caches take. Bytes."""
+    """The memory that a model's tensors and caches take, in bytes."""
 
     config: ModelConfig
-    weights: int         # with rotary tables for the model's longest context
-    per_position: int    # of the rotary tables
+    weights: int         # including rotary tables for the model's longest context
+    per_position: int    # bytes of the rotary tables per position
     on_host: int
-    per_token: int       # moved by one decoded token: weights that it meets, states read and written
+    per_token: int       # bytes that one decoded token moves: the weights that it uses, states read and written
     layers: tuple[CacheLayer, ...]
     token_width: int     # numbers a token takes in the widest layer of a step
-    row_width: int       # bytes of a sequence's logits, those capped included
+    row_width: int       # bytes of a sequence's logits, including a capped copy
 
 
 def shipped_shape(name: str) -> Path | None:
@@ -78,7 +79,7 @@ def native_context(model: Path) -> int:
 
 
 def plan_engine(config: EngineConfig, card: PlannedGpu, measured: Measured | None = None) -> MemoryPlan:
-    """Raises ModelError, ConfigError or OutOfMemoryPlanError, as the engine would."""
+    """The memory plan. Raises ModelError, ConfigError or OutOfMemoryPlanError, as the engine would."""
     if card.capability < MIN_COMPUTE_CAPABILITY:
         version = ".".join(map(str, card.capability))
         raise ConfigError(msg("{name} has compute capability {version}; at least 8.0 is needed.", name=card.name,
@@ -113,12 +114,12 @@ def weight_bytes(config: EngineConfig) -> tuple[int, int]:
 
 
 def bytes_per_token(config: EngineConfig) -> int:
-    """What one stream's next token moves over the memory bus at least, whatever its context."""
+    """The bytes that one stream's next token moves over the memory bus at least, whatever its context."""
     return _shape_of(config).per_token
 
 
 def full_requests(plan: MemoryPlan, context: int) -> int:
-    """Requests of `context` tokens that the plan's pages hold at the same time; as many as may run at once at most."""
+    """How many requests of `context` tokens fit into the plan's pages at a time, at most as many as may run at once."""
     low, high = 0, plan.max_num_seqs
     while low < high:
         middle = (low + high + 1) // 2
@@ -130,9 +131,9 @@ def full_requests(plan: MemoryPlan, context: int) -> int:
 
 
 def _activations(shape: _Shape, dtype: torch.dtype, tokens: int, rows: int) -> int:
-    """What PyTorch's allocator holds after the largest step.
+    """The memory that PyTorch's allocator holds after the largest step.
 
-    A step computes layers first, then logits. The second reuses what the first freed, as far as blocks fit: about half.
+    A step computes layers first, then logits. Logits reuse the blocks that layers freed as far as they fit: about half.
     """
     layers = tokens * shape.token_width * dtype.itemsize
     logits = rows * shape.row_width + _SCORED_ROWS * shape.config.vocab_size * 4
@@ -181,8 +182,8 @@ def _built(
 
 
 def _token_width(model: CausalLM, config: ModelConfig) -> int:
-    """The residual stream and its copies, queries with keys and values, the widest product and its activation; the same
-    for each expert that a token goes to."""
+    """The numbers per token of the residual stream and its copies, of queries, keys and values, and of the widest GEMM
+    and its activation; the latter for each expert that a token goes to."""
     modules = list(model.modules())
     widest = max((m.out_features for m in modules if isinstance(m, Linear) and m.out_features != config.vocab_size),
                  default=0)  # fmt: skip
@@ -196,7 +197,7 @@ def _token_width(model: CausalLM, config: ModelConfig) -> int:
 
 
 def _per_token(model: CausalLM, config: ModelConfig) -> int:
-    """Of experts those that a token goes to; of tables that are only looked up in, nothing."""
+    """Bytes of the weights that one token reads: only the experts that it goes to, and no lookup tables."""
     modules = list(model.modules())
     weights = loaded_bytes(model)
     experts = [module for module in modules if isinstance(module, ExpertLinear)]
@@ -212,5 +213,5 @@ def _per_token(model: CausalLM, config: ModelConfig) -> int:
 
 
 def _multiplied(table: Embedding, model: CausalLM, config: ModelConfig) -> bool:
-    """Whether it is the output head too."""
+    """Whether the table is also the output head."""
     return config.tie_word_embeddings and table not in model.lookup_tables()

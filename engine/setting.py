@@ -1,8 +1,8 @@
 """How a dataclass field declares itself as a setting.
 
 The field is the only source: its flag, its key in TOML, its environment variable, its line in `--help`, its bounds and
-its row in the documents all follow from it (engine.server.settings). Standard library only: the engine process imports
-this before it spends time on anything else.
+its row in the documentation are all derived from it (engine.server.settings). Standard library only, because the engine
+process imports this first.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ KEY = "setting"  # in a field's metadata
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`help` may name `{default}`. A bound that is None does not bind."""
+    """`help` may contain `{default}`. A bound that is None means no limit."""
 
     help: str
     group: str = ""

@@ -1,7 +1,7 @@
-"""``clients``: clients that each send their next request when the answer to the last one has ended, in this process.
+"""``clients``: clients in this process that each send their next request when their last answer is complete.
 
-One row for each number of clients and each latency target: tokens a second, milliseconds to the first token (`ttft`)
-and between two tokens (`itl`). `atoll bench serve` asks the same of a server, over HTTP.
+One row for each number of clients and each latency target: tokens per second, milliseconds to the first token (`ttft`)
+and between two tokens (`itl`). `atoll bench serve` measures the same on a server, over HTTP.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> Iterator[report.Row]:
     facts = {"engine": "atoll", "model": args.model.name, "dtype": args.dtype, "quantization": args.quantization,
              "tokens": list(args.tokens), **report.machine(device)}
     few = min(args.clients)
-    _measure(engine, few, 2 * few, args.tokens)  # the first use of every shape is not what is asked for
+    _measure(engine, few, 2 * few, args.tokens)  # warm-up: the first use of every shape is not measured
     for clients in args.clients:
         for target in args.max_itl_ms:
             report.say(f"{clients} clients, target {target} ms")

@@ -1,4 +1,4 @@
-"""The physical limit of one stream: every weight crosses the memory bus once a token, every state twice."""
+"""The physical limit of one stream: for each token, every weight crosses the memory bus once and every state twice."""
 
 import statistics
 import time
@@ -29,11 +29,11 @@ def bandwidth(device: torch.device, repeats: int = 9) -> dict[str, float]:
 
 
 def bytes_per_token(model_dir: Path, state_dtype: str = "auto", device: str = "cpu") -> int:
-    """Bytes that one decoded token must move: all weights but tables that are only looked up in (embeddings that are no
-    output head too), of experts those that one token goes through; states of recurrent layers are read and written.
+    """Bytes that one decoded token must move: all weights except lookup tables (embeddings that are not also the output
+    head), and only the experts that one token goes to; recurrent states are read and written.
 
-    From the checkpoint if there is one, from config.json in bf16 (dummy weights) if not. `state_dtype`: what was asked
-    for with --mamba-ssm-cache-dtype.
+    Computed from the checkpoint if there is one, else from config.json for bf16 (dummy weights). `state_dtype`: the
+    value of --mamba-ssm-cache-dtype.
     """
     config = ModelConfig.load(model_dir)
     tensors = check_checkpoint(model_dir) if any(model_dir.glob("*.safetensors")) else {}
@@ -55,8 +55,8 @@ def bytes_per_token(model_dir: Path, state_dtype: str = "auto", device: str = "c
 
 
 def _median_seconds(work, device: torch.device, repeats: int) -> float:
-    """Median seconds of one call. A GPU gets several calls at a time: synchronising after each would distort the
-    time."""
+    """Median seconds of one call. On a GPU several calls are queued at a time, because synchronising after each would
+    distort the time."""
     times, calls = [], _CALLS if device.type == "cuda" else 1
     for _ in range(repeats + 1):
         start = time.perf_counter()

@@ -1,10 +1,10 @@
 """``guided``: what grammars cost, in a mixed workload and in one stream.
 
-    mixed     the same requests, unguided and with every fourth one guided; the median of the turns, taken in turns
+    mixed     the same requests, unguided and with every fourth one guided, by turns; the median of the turns
     single    one stream, unguided and guided: milliseconds between two tokens
 
-A guided request follows a grammar of JSON objects that goes on for ever, so both runs have the same number of tokens.
-The model's tokenizer is needed; its weights may be random.
+A guided request follows an endless grammar of JSON objects, so both runs have the same number of tokens. The model's
+tokenizer is needed; its weights may be random.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     every = max(1, round(1 / args.share)) if args.share > 0 else 0
     single = workloads.Workload("single", [list(range(10, 42))], [args.single_tokens])
     few = load.first(min(args.requests, 8))
-    _time(llm, few, grammar, 2)  # compiles the grammar, and whatever else the first use costs
+    _time(llm, few, grammar, 2)  # warm-up: compiles the grammar and everything else that the first use needs
     rows: list[report.Row] = []
     for name, what, step in (("mixed", load, every), ("single", single, 1)):
         seconds: dict[bool, list[float]] = {False: [], True: []}

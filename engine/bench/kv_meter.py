@@ -1,4 +1,4 @@
-"""KV waste: how much of the pages that requests hold was never written.
+"""KV waste: the share of the slots in requests' pages that was never written.
 
     page 16 slots   ████████████████ ████████████████ █████···········     37 written, 48 allocated
 
@@ -20,7 +20,7 @@ class KVMeter:
         self._allocated = 0
 
     def sample(self) -> None:
-        """Look at the engine between two steps."""
+        """Sample the engine between two steps."""
         size = self.core.kv.page_size
         running = self.core.scheduler.running
         full: set[int] = set()

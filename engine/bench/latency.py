@@ -1,10 +1,10 @@
-"""``latency``: how long running streams wait between two tokens while long prompts arrive among them.
+"""``latency``: how long running streams wait between two tokens while long prompts arrive.
 
     quiet    the streams alone
-    load     once every stream has answered some tokens: long prompts, and short ones behind them, all at once
+    load     once every stream has produced some tokens: long prompts, followed by short ones, all at once
 
-Rows give milliseconds: `itl` between two tokens of a running stream, `ttft` from submission to the first token. With
-`--kv-cache-memory-bytes` the streams outgrow the cache: `preemptions` counts how often one had to start over.
+Rows give milliseconds: `itl` between two tokens of a running stream, `ttft` from submission to the first token. With a
+small `--kv-cache-memory-bytes` the streams outgrow the cache: `preemptions` counts how often one had to start over.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class _Request:
 
 
 class Clock:
-    """Submits requests, steps the engine, and notes the time of every token."""
+    """Submits requests, steps the engine, and records the time of every token."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
@@ -81,7 +81,7 @@ class Clock:
             self.step()
 
     def waits(self, ids: list[str], since: float) -> np.ndarray:
-        """Seconds between two tokens of these requests, of which the second came after `since`."""
+        """Seconds between two tokens of these requests, if the second came after `since`."""
         gaps = [np.diff(times)[np.asarray(times[1:]) > since] for times in (self.requests[i].tokens for i in ids)]
         return np.concatenate(gaps)
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         "streams": args.streams, "stream_tokens": list(args.stream_tokens), "max_itl_ms": args.max_itl_ms,
         **report.machine(device),
     }  # fmt: skip
-    _measure(engine, args, with_prompts=True)  # the first use of every shape is not what is asked for
+    _measure(engine, args, with_prompts=True)  # warm-up: the first use of every shape is not measured
     rows = []
     for name, with_prompts in (("quiet", False), ("load", True)):
         report.say(f"latency {name}")

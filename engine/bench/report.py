@@ -1,4 +1,4 @@
-"""Rows of results, as the tuner prints them, and what a workload's times come to."""
+"""Rows of results, in the tuner's format, and statistics of a workload's times."""
 
 import statistics
 

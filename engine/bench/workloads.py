@@ -1,10 +1,11 @@
-"""Workloads: which prompts, how many tokens out of each. Seeded, so that every engine sees the same ones."""
+"""Workloads: prompts, and the number of tokens to generate for each. Seeded, so that every engine gets the same
+ones."""
 
 import random
 from dataclasses import dataclass
 
-_LOWEST_ID = 10       # below are control tokens in most vocabularies
-_HIGHEST_ID = 99_999  # the same prompts for every vocabulary of at least 100,000
+_LOWEST_ID = 10       # smaller ids are control tokens in most vocabularies
+_HIGHEST_ID = 99_999  # so that all vocabularies of at least 100,000 tokens get the same prompts
 
 
 @dataclass(frozen=True, slots=True)

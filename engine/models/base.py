@@ -21,13 +21,13 @@ Weights = Mapping[str, torch.Tensor]
 class CausalLM(nn.Module, ABC):
     """Token ids [T] -> hidden states [T, H], or of the last tokens [N, H] (`forward`) -> logits [S, V] (`logits`).
 
-    The tokens of a step are concatenated, whatever sequences they belong to; `get_context()` tells layers which.
+    The tokens of all sequences in a step are concatenated; `get_context()` tells layers which belong together.
     """
 
-    weight_pool: torch.cuda.MemPool | None = None  # of its weights, on a GPU
+    weight_pool: torch.cuda.MemPool | None = None  # memory pool of its weights, on a GPU
     stored: "QuantizationPlan | None" = None       # how a quantised checkpoint stores it (loading/quantized.py)
     kv_scales: frozenset[str] = frozenset()        # names of scales that an fp8 cache uses (loading/kv_scales.py)
-    compute_dtype: torch.dtype | None = None       # of activations on a CPU, where it was chosen (loader.compute_in)
+    compute_dtype: torch.dtype | None = None       # dtype of activations on a CPU, if it was chosen (loader.compute_in)
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
@@ -45,10 +45,11 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def weights(self) -> Weights:
-        """Checkpoint name -> the tensor (or slice of a fused one) it is loaded into: exactly what must be on disk."""
+        """Checkpoint name -> the tensor (or slice of a fused one) into which it is loaded: exactly the names that a
+        checkpoint must have."""
 
     def cache_layers(self) -> list[CacheLayer]:
-        """What each caching layer keeps, in layer order. By default every layer is the same attention layer."""
+        """What each layer with a cache keeps, in layer order. By default all layers are equal attention layers."""
         config = self.config
         return [AttentionLayer(config.num_kv_heads, config.head_dim, config.sliding_window)] * config.num_layers
 
@@ -60,13 +61,13 @@ class CausalLM(nn.Module, ABC):
         return [m for m in self.modules() if isinstance(m, Attention)]
 
     def lookup_tables(self) -> list[Embedding]:
-        """Large tables of which a step reads one row per token, and not before its first layer has run. They may stay
-        in host memory (worker/embedding_offload.py)."""
+        """Large tables of which a step reads one row per token, after its first layer has run. They may stay in host
+        memory (worker/embedding_offload.py)."""
         return []
 
     def set_state_dtype(self, wanted: str, device: str) -> None:
         """Set the dtype of recurrent states: --mamba-ssm-cache-dtype, on "cpu" or "cuda"."""
 
     def ignores(self, name: str) -> bool:
-        """Tensors that some checkpoints carry and this family does not need."""
+        """Whether a tensor is one that some checkpoints have and this family does not need."""
         return name.endswith("rotary_emb.inv_freq")

@@ -1,7 +1,7 @@
-"""`--batch-invariant`: every operation of a model in one form, whatever else is in the step.
+"""`--batch-invariant`: GEMMs, experts and attention use one kernel and one order of sums, whatever else is in the step.
 
-Everything else computes each token by itself anyway: norms, gates, RoPE, look-ups, the choice of experts,
-sampling. Recurrent layers cannot: how a prompt is cut into steps decides where their states are rounded.
+All other operations compute each token by itself anyway: norms, gates, RoPE, lookups, the choice of experts, sampling.
+Recurrent layers cannot be batch-invariant: how a prompt is cut into steps decides where their states are rounded.
 """
 
 from engine.core.kv.spec import StateLayer
@@ -14,9 +14,10 @@ from engine.models.base import CausalLM
 
 
 def make_batch_invariant(model: CausalLM, *, fp8: bool = False, fp8_units: bool = True) -> None:
-    """Before loading. `fp8`: weights or cache are in fp8. `fp8_units`: the GPU multiplies fp8 numbers.
+    """Call before loading. `fp8`: weights or cache are in fp8. `fp8_units`: the GPU multiplies fp8 numbers.
 
-    Raises ConfigError for what has no such form: recurrent layers, and fp8 that a GPU converts in software.
+    Raises ConfigError if the model cannot be batch-invariant: recurrent layers, and fp8 that a GPU converts in
+    software.
     """
     if fp8 and not fp8_units:
         raise ConfigError(

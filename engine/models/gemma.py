@@ -1,4 +1,5 @@
-"""Gemma 2 and 3, and what Gemma 4 shares with them: sliding-window and full layers in turns, norms on both sides.
+"""Gemma 2 and 3, and what Gemma 4 shares with them: alternating sliding-window and full layers, with norms before and
+after attention and MLP.
 
     h += post_attention_norm(attention(input_norm(h)))        h += post_feedforward_norm(mlp(pre_feedforward_norm(h)))
 
@@ -55,7 +56,7 @@ class GemmaAttention(nn.Module):
         )  # fmt: skip
 
     def heads(self, x: Activations, rope: Rope) -> torch.Tensor:
-        """All before the output projection: [T, H] -> [T, Hq D]."""
+        """Everything before the output projection: [T, H] -> [T, Hq D]."""
         return self.attention(self.qkv_proj(x), rope)
 
     def weights(self, prefix: str) -> Weights:
@@ -78,11 +79,11 @@ class GemmaMLP(nn.Module):
 
 
 class Following(NamedTuple):
-    """What reads a layer's output: the next layer's norm, and the GEMM after it (None: the model's output)."""
+    """The reader of a layer's output: the next layer's norm, and the GEMM after it (None: the model's output)."""
 
     norm: WideRMSNorm
     consumer: Linear | None
-    reads_last: bool  # it reads the last tokens alone
+    reads_last: bool  # it reads only the last tokens
 
 
 class GemmaLayer(nn.Module):
@@ -103,8 +104,8 @@ class GemmaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, normed: Activations, rope: Rope, following: Following
     ) -> tuple[torch.Tensor, Activations]:
-        """x [T, H] (changed in place) and its input norm -> x and the following layer's norm of it; of the last tokens
-        alone if nothing that follows reads others."""
+        """x [T, H] (changed in place) and its input norm -> x and the following layer's norm of it; only of the last
+        tokens if no later layer reads others."""
         heads = self.self_attn.heads(normed, rope)
         if following.reads_last:
             heads, x = keep_last(heads), keep_last(x)
@@ -122,7 +123,7 @@ class GemmaLayer(nn.Module):
 
 
 class GemmaForCausalLM(CausalLM):
-    """The text model, alone or as part of a multimodal checkpoint, whose other tensors are left where they are."""
+    """The text model, alone or as part of a multimodal checkpoint, whose other tensors are not loaded."""
 
     read: Callable[[dict[str, Any]], GemmaConfig]
     prefix = "model."  # of the tensors' names; `adapt` may find another
@@ -153,10 +154,10 @@ class GemmaForCausalLM(CausalLM):
         return self._through_layers(self.embed_tokens(token_ids))
 
     def _through_layers(self, x: torch.Tensor, *of_layers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Embeddings [T, H], which it overwrites, and what else each layer gets -> hidden states.
+        """Embeddings [T, H], which it overwrites, and further inputs of each layer -> hidden states.
 
-        Once only layers without keys of their own follow, all but each prompt's last token are dropped: nothing would
-        read what these layers compute for them.
+        When only layers without keys of their own remain, all tokens except each prompt's last are dropped, because
+        nothing would read what these layers compute for them.
         """
         ropes = self._rope_rows(x.dtype)
         end = len(self.blocks) - 1 if get_context().last_only is None else self.last_to_write
@@ -208,7 +209,7 @@ class GemmaForCausalLM(CausalLM):
         return found
 
     def ignores(self, name: str) -> bool:
-        """A tied head may be in the checkpoint nevertheless."""
+        """Some checkpoints contain a head although it is tied."""
         tied = self.config.tie_word_embeddings and name == self._head_name
         return super().ignores(name) or tied or _OTHER_SENSES.match(name) is not None
 

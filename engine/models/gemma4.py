@@ -1,4 +1,4 @@
-"""Gemma 4, text: Gemma's layers with a scalar after each; an embedding for each layer, or experts beside the MLP.
+"""Gemma 4, text: Gemma's layers with a scalar after each; an embedding for each layer, or experts parallel to the MLP.
 
     h += post_attention_norm(attention(input_norm(h)))                                     as in gemma.py
     h += post_feedforward_norm(mlp(pre_feedforward_norm(h)))                               likewise, but in 26B-A4B:
@@ -8,9 +8,9 @@
 
     e = (token part + norm(projection of the token's embedding) / sqrt(H)) / sqrt(2)       [T, layers, 256]
 
-Attention: q, k and v are all normalised and scores not scaled. Full layers have larger heads, and in the large models v
-is k. The last layers of the small models have no keys of their own: they read those of the last layer of their kind
-that has.
+Attention: q, k and v are all normalised, and scores are not scaled. Full layers have larger heads, and in the large
+models v is k. The last layers of the small models have no keys of their own: they read those of the last layer of their
+kind that has some.
 """
 
 import re
@@ -38,7 +38,7 @@ _LAYER_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Token ids [T] and their embeddings [T, H] -> what each layer gets of them [T, layers, P]."""
+    """Token ids [T] and their embeddings [T, H] -> the per-layer embeddings e [T, layers, P]."""
 
     def __init__(self, config: ModelConfig, gemma: GemmaConfig) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class PerLayerInput(nn.Module):
 
 
 class Gemma4Router(nn.Module):
-    """x [T, H] after this module's norm -> the experts of each token; each expert has a factor of its own."""
+    """x [T, H] after this module's norm -> the experts of each token; each expert has its own factor."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Gemma4Router(nn.Module):
         self._root: float | None = config.hidden_size**-0.5
 
     def finalize(self) -> None:
-        """After loading: the norm's weight takes in a constant factor, in float32."""
+        """After loading: multiply the norm's weight by a constant factor, in float32."""
         if self._root is not None:
             self.norm.weight = nn.Parameter(self.norm.weight.float() * self._root, requires_grad=False)
             self._root = None
@@ -114,7 +114,7 @@ class ParallelExperts(nn.Module):
         self.pre_feedforward_layernorm_2 = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm_1 = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm_2 = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.stacked = True  # the experts' weights on disk; quantisers write a matrix for each expert
+        self.stacked = True  # the experts' layout on disk; quantisers write a matrix for each expert instead
 
     def forward(self, x: torch.Tensor, for_router: torch.Tensor) -> torch.Tensor:
         """x [T, H] normalised for the experts, and for the router."""
@@ -123,7 +123,7 @@ class ParallelExperts(nn.Module):
     def with_mlp(
         self, mlp: GemmaMLP, normed: Activations, x: Activations, for_router: Activations
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The MLP's result and these experts'; few rows take three kernels for both."""
+        """The results of the MLP and of these experts; for few rows, three kernels compute both."""
         assert isinstance(x, torch.Tensor)
         assert isinstance(for_router, torch.Tensor)
         first, second, router = mlp.gate_up_proj, mlp.down_proj, self.router
@@ -234,7 +234,7 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         return found if self.per_layer is None else {**found, **self.per_layer.weights(self.prefix)}
 
     def ignores(self, name: str) -> bool:
-        """Layers that share keys and values have unused projections in the checkpoint."""
+        """The checkpoint has unused projections for layers that share keys and values."""
         found = _LAYER_KV.fullmatch(name.removeprefix(self.prefix))
         if found is not None and int(found[1]) < len(self.gemma.layers):
             return self.gemma.layers[int(found[1])].kv_from is not None

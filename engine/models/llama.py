@@ -33,7 +33,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(self.heads(x, rope))
 
     def heads(self, x: Activations, rope: Rope) -> torch.Tensor:
-        """All before the output projection: [T, H] -> [T, Hq D]."""
+        """Everything before the output projection: [T, H] -> [T, Hq D]."""
         return self.attention(self.qkv_proj(x), rope)
 
     def weights(self, prefix: str) -> Weights:
@@ -67,7 +67,7 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, *, is_last: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The residual stream is x + residual; either may be missing, on the way in and out."""
+        """The residual stream is x + residual; either may be missing, in the arguments and in the result."""
         mlp = self.mlp
         normed, residual = self._attend(x, residual, rope, mlp.gate_up_proj, is_last=is_last)
         return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual
@@ -75,7 +75,7 @@ class LlamaLayer(nn.Module):
     def _attend(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, consumer: Linear, *, is_last: bool
     ) -> tuple[Activations, torch.Tensor]:
-        """The first half of a layer -> its residual stream, and the norm of it in the form that `consumer` reads."""
+        """The first half of a layer. Returns the residual stream, and its norm in the form that `consumer` reads."""
         attention = self.self_attn
         normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
         heads = attention.heads(normed, rope)
@@ -123,5 +123,5 @@ class LlamaForCausalLM(CausalLM):
         return found
 
     def ignores(self, name: str) -> bool:
-        """A tied head may be in the checkpoint nevertheless."""
+        """Some checkpoints contain a head although it is tied."""
         return super().ignores(name) or (self.config.tie_word_embeddings and name == "lm_head.weight")

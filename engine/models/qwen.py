@@ -40,7 +40,7 @@ class _QwenForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
-        for block in self.blocks:  # nothing has memory yet: the block that is replaced cost none
+        for block in self.blocks:  # weights have no memory yet, so replacing a block costs nothing
             block.self_attn = self.attention(config)
 
 

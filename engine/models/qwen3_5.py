@@ -1,14 +1,14 @@
-"""Qwen3.5, Qwen3.6 (text) and Qwen3-Next: three recurrent layers (Gated DeltaNet), one of gated attention, and so on.
+"""Qwen3.5, Qwen3.6 (text) and Qwen3-Next: by turns three recurrent layers (Gated DeltaNet) and one of gated attention.
 
     h += mixer(norm(h))        h += mlp(norm(h))        norms multiply by 1 + w
 
     mixer = Gated DeltaNet     a state of fixed size for each sequence (engine/layers/gated_delta.py)
-          | attention          heads of 256 of which RoPE turns 64, norms of q and k, and a gate for each number:
+          | attention          heads of 256, of which RoPE rotates 64; norms of q and k; a gate for each number:
                                o_proj(attention(q, k, v) * sigmoid(gate))
     mlp   = down(silu(gate(x)) * up(x))
           | experts(x) + sigmoid(shared_gate(x)) * shared_expert(x)
 
-Checkpoints of the multimodal model load too: their vision tensors, and the drafter's (mtp), are left out.
+Checkpoints of the multimodal model load, too; their vision tensors and those of the drafter (mtp) are ignored.
 """
 
 from collections.abc import Iterable
@@ -77,7 +77,7 @@ class GatedAttention(nn.Module):
         )  # fmt: skip
 
     def heads(self, x: Activations, rope: Rope) -> torch.Tensor | QuantizedRows:
-        """All before the output projection: [T, H] -> [T, Hq D]."""
+        """Everything before the output projection: [T, H] -> [T, Hq D]."""
         qkv, gate = self.qkv_proj(x).tensor_split((-self.gate_size,), -1)
         return gate_mul(gate, self.attention(qkv, rope), "sigmoid", self.o_proj)
 
@@ -91,7 +91,7 @@ class GatedAttention(nn.Module):
 
 
 class SharedExpertMLP(SparseMLP):
-    """Experts that a router picks, and one that every token goes through."""
+    """Experts that a router chooses, and a shared expert that every token goes through."""
 
     def __init__(self, config: ModelConfig, own: Qwen35Config) -> None:
         moe = own.moe
@@ -100,11 +100,11 @@ class SharedExpertMLP(SparseMLP):
         self.shared_expert = LlamaMLP(replace(config, intermediate_size=own.shared_inner))
         self.shared_expert_gate = Linear(config.hidden_size, 1)
         self.shared_expert_gate.quantizable = False
-        self.is_stacked = True  # on disk: all experts in a tensor, or a matrix each
+        self.is_stacked = True  # the layout on disk: all experts in one tensor, or a matrix for each
 
     @property
     def readers(self) -> tuple[Linear, ...]:
-        """Products that read the layer's norm; experts do as well, and need it in plain numbers."""
+        """The GEMMs that read the layer's norm. Experts read it, too, and need it unquantised."""
         return self.shared_expert.gate_up_proj, self.shared_expert_gate, self.gate
 
     def fits_decode(self, rows: int) -> bool:
@@ -168,7 +168,7 @@ class Qwen35Layer(nn.Module):
         *,
         is_last: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The residual stream is x + residual, of which one may be missing; so it is returned."""
+        """The residual stream is x + residual; either may be missing, in the arguments and in the result."""
         mixer, mlp = self.mixer, self.mlp
         if isinstance(mixer, GatedAttention):
             normed, residual = self.input_layernorm.add(x, residual, mixer.qkv_proj)
@@ -195,7 +195,7 @@ class Qwen35Layer(nn.Module):
 
 
 def _recurrent_batch(positions: torch.Tensor, state: StateBatch) -> RecurrentBatch | DeviceRecurrentBatch:
-    """How recurrent layers see the step: made once for all of them."""
+    """The step in the form that recurrent layers need: made once for all of them."""
     if not positions.is_cuda:
         return RecurrentBatch.build(positions, state.slots, state.q_starts, state.counts)
     if len(state.slots) == len(positions):
@@ -245,9 +245,10 @@ class Qwen35ForCausalLM(CausalLM):
         return [m if isinstance(m, GatedDeltaNet) else m.attention for m in mixers]
 
     def set_state_dtype(self, wanted: str, device: str) -> None:
-        """`auto`: what the checkpoint says; else on a GPU the model's dtype, which halves what a step moves.
+        """`auto`: the dtype that the checkpoint names; if it names none, on a GPU the model's dtype, which halves the
+        bytes that a step moves.
 
-        float16 is never taken: nothing bounds a state's numbers.
+        float16 is never used, because the numbers of a state are not bounded.
         """
         if wanted == "auto":
             own = "bfloat16" if device == "cuda" and self.embed_tokens.weight.dtype == torch.bfloat16 else "float32"
@@ -275,7 +276,7 @@ class Qwen35ForCausalLM(CausalLM):
         return found
 
     def ignores(self, name: str) -> bool:
-        """The vision tower, the drafter's head, and a tied head that is on disk all the same."""
+        """The vision tower, the drafter's head, and a head that is on disk although it is tied."""
         return (
             super().ignores(name)
             or name.startswith(("model.visual.", "mtp."))

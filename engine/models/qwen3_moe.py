@@ -14,7 +14,7 @@ from engine.models.qwen import Qwen3ForCausalLM
 
 
 class ExpertMLP(SparseMLP):
-    """The experts of a layer, a matrix each on disk, under the names that Qwen has for them."""
+    """The experts of a layer, stored as a matrix for each expert, under Qwen's names."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
         super().__init__(hidden_size, moe.inner, moe.num_experts, moe.top_k, renormalize=moe.renormalize)
@@ -37,12 +37,12 @@ class SparseLayer(LlamaLayer):
         self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, *, is_last: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         normed, residual = self._attend(x, residual, rope, self.mlp.gate, is_last=is_last)
-        assert not isinstance(normed, QuantizedRows)  # experts do not read these
+        assert not isinstance(normed, QuantizedRows)  # experts read unquantised activations
         return self.mlp.onto(residual, normed), residual
 
 
 def make_sparse(model: LlamaForCausalLM, sparse: list[bool], moe: MoeConfig, mlp: type[ExpertMLP] = ExpertMLP) -> None:
-    """Replace the layers that have experts. Nothing has memory yet: what is replaced cost none."""
+    """Replace the layers that have experts. Weights have no memory yet, so this costs nothing."""
     for i in range(len(sparse)):
         if sparse[i]:
             layer = SparseLayer(model.blocks[i], mlp(model.config.hidden_size, moe))

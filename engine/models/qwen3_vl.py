@@ -1,7 +1,7 @@
 """The language model of Qwen3-VL: dense Qwen3 under another prefix.
 
 Its RoPE uses three positions (time, height, width), which are equal for text, and the vision tower adds to hidden
-states only at image positions (DeepStack). So for text alone it is exactly Qwen3.
+states only at image positions (DeepStack). So for pure text the model is exactly Qwen3.
 """
 
 from engine.models.base import Weights

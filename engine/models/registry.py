@@ -1,4 +1,4 @@
-"""Architecture name in config.json -> the class that runs it. Nothing outside this table is ever imported."""
+"""Maps the architecture in config.json to the class that runs it. Nothing outside this table is ever imported."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Runs the self-test in a child process with a time limit, and passes its lines on as they come.
+"""Runs the self-test in a child process with a time limit, and passes its lines on as they arrive.
 
-A kernel that reads out of bounds makes every later CUDA call of its process fail, and one that never ends cannot be
-stopped from within. So the tests run in a process of their own, and this one always reports the outcome. Exit codes: 0
+A kernel that reads out of bounds makes every later CUDA call of its process fail, and a kernel that never ends cannot
+be stopped from within. So the tests run in a separate process, and this one always reports the outcome. Exit codes: 0
 all passed, 1 a check failed, 2 no usable GPU.
 """
 
@@ -39,7 +39,7 @@ def main() -> int:
         tally = Tally(print_line, watch=watch)
         if nvidia_driver_present() and not warm_cache_hint.found("self-test"):
             compile_pool.start_early()
-            jobs.give_early()  # they are compiled while torch loads
+            jobs.give_early()  # kernels are compiled while torch loads
         watch.lap("python")
         importlib.import_module("torch")
         watch.lap("torch")
@@ -61,7 +61,7 @@ def supervise(command: list[str], tally: Tally, time_limit: float) -> int:
     """Run `command`, whose standard output are the lines of a self-test. Returns the exit code."""
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # it finds the same code as this process
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # so that it finds the same code as this process
         start_new_session=True,  # so that the assembler it may have started ends with it
     )  # fmt: skip
     assert child.stdout is not None
@@ -117,7 +117,7 @@ def _parse(text: str) -> dict[str, Any] | None:
 
 
 def _stop(child: subprocess.Popen, ended: bool) -> None:
-    """End the child and what it started; one that hangs inside the driver may outlive even SIGKILL for a while."""
+    """End the child and what it started. A child that hangs inside the driver may even survive SIGKILL for a while."""
     try:
         child.wait(5 if ended else 0.2)
         return

@@ -2,8 +2,7 @@
 
 `CHECKS` lists them. The variants cover what differs: head sizes and groups, one slice or several, padded and full
 tiles, window and softcap, bf16 and fp8. Every slot of the KV cache that no sequence owns holds NaN, which exposes a
-kernel that reads
-what it must not.
+kernel that reads what it must not.
 """
 
 import time
@@ -33,10 +32,10 @@ _NAN = float("nan")
 
 @dataclass
 class Side:
-    """One of the two sides of a comparison: where it computes, and with what.
+    """One of the two sides of a comparison: its device, and its kernels or references.
 
-    `numbers` were drawn on the CPU by the first side and are given to the second. With `dry` they are uninitialised,
-    for a pass that only compiles."""
+    The first side draws `numbers` on the CPU, and the second side gets the same. With `dry` they are uninitialised, for
+    a pass that only compiles."""
 
     device: torch.device
     dtype: torch.dtype
@@ -79,7 +78,7 @@ class Side:
         return torch.tensor(values, dtype=torch.int32).to(self.device)
 
     def strided(self, rows: int, width: int, spare: int = 64) -> torch.Tensor:
-        """Rows of a wider matrix, as the views of fused projections are; NaN stands behind them."""
+        """Rows of a wider matrix, like views of fused projections; the columns after them hold NaN."""
         whole = torch.full((rows, width + spare), _NAN, dtype=self.dtype, device=self.device)
         whole[:, :width] = self.randn(rows, width)
         return whole[:, :width]
@@ -128,7 +127,7 @@ class Check:
 
 
 class Pages:
-    """Keys and values of sequences of given lengths in pages in no order, and the block table. Row 0 owns nothing."""
+    """Keys and values of sequences with given lengths, in shuffled pages, and the block table. Row 0 owns nothing."""
 
     def __init__(self, side: Side, lengths: list[int], kv_heads: int, dim: int, is_fp8: bool) -> None:
         counts = [-(-n // PAGE) for n in lengths]
@@ -190,7 +189,7 @@ def _queries(side: Side, tokens: int, heads: int, kv_heads: int, dim: int) -> to
     return side.randn(tokens, (heads + 2 * kv_heads) * dim)[:, : heads * dim].unflatten(1, (heads, dim))
 
 
-# Products of a few rows.
+# Small-batch GEMMs.
 
 
 def gemv(
@@ -215,7 +214,7 @@ def gemv(
 
 
 def gemv_in_layer(side: Side, *, rows: int, is_fp8: bool) -> list[Result]:
-    """With the norm before it, and onto the residual stream after it."""
+    """A GEMV with the norm before it, and added to the residual stream after it."""
     x, weight = side.strided(rows, 1024), side.randn(512, 1024) * 0.05
     scale = None
     if is_fp8:
@@ -239,7 +238,7 @@ def small_batch_gemm(side: Side, *, rows: int, out_features: int, inner: int, is
 
 
 def packed_product(side: Side, *, kind: Kind, rows: int, group: int, with_zero: bool = False) -> list[Result]:
-    """A product of a few rows, and the weight as it is made for many."""
+    """A small-batch GEMM with a packed weight, and the unpacked weight that large batches use."""
     x, outputs, inner = side.strided(rows, 512), 160, 512
     if kind == "fp8":
         values = pointwise_reference.quantize_rows(side.randn(outputs, inner))[0]
@@ -253,9 +252,9 @@ def packed_product(side: Side, *, kind: Kind, rows: int, group: int, with_zero: 
 
 
 def int4_gemv_in_layer(side: Side, *, rows: int, with_zero: bool, **options: Any) -> list[Result]:
-    """With the norm before it, and a gate or the residual stream after it."""
+    """An int4 GEMV with the norm before it, and a gate or the residual stream after it."""
     outputs, inner = 128, 1024
-    dtype = side.dtype if side.dtype.itemsize == 2 else torch.float16  # this kernel reads no others
+    dtype = side.dtype if side.dtype.itemsize == 2 else torch.float16  # the kernel supports only 16-bit types
     x = side.strided(rows, inner).to(dtype) * 0.1
     values = side.randint(256, outputs, inner // 2).to(torch.uint8)
     zero = side.randint(16, outputs, inner // 128).to(torch.uint8) if with_zero else None
@@ -279,7 +278,7 @@ def choose_experts(side: Side) -> list[Result]:
 
 
 def experts(side: Side, *, tokens: int, num_experts: int, is_fp8: bool = False, gate: str = "silu") -> list[Result]:
-    """Onto the residual stream. The routing is the reference's on both sides."""
+    """Experts, added to the residual stream. Both sides use the reference's routing."""
     hidden, inner = 512, 256
     x, residual = side.strided(tokens, hidden), side.randn(tokens, hidden)
     weights, chosen = moe_reference.choose_experts(side.randn(tokens, num_experts), 2)
@@ -307,7 +306,7 @@ def norm(side: Side, *, size: int, residual: bool, quantize: bool) -> list[Resul
 
 
 def post_norm(side: Side, *, size: int, quantize: bool) -> list[Result]:
-    """Of two branches, with a scalar; and three norms of the sum."""
+    """The norm of two branches, with a scalar; and three norms of the sum."""
     weights = [1 + side.randn(size) * 0.1 for _ in range(6)]
     x, y, residual = side.strided(9, size), side.strided(9, size), side.randn(9, size)
     branch, scalar = (weights[0], y, weights[1]), 1 + side.randn(1) * 0.1
@@ -361,7 +360,7 @@ def rope(side: Side, *, dim: int, heads: int, kv_heads: int, with_norm: bool, is
 
 
 def heads(side: Side, *, dim: int, pairs: int, distance: int, is_fp8: bool = False, **options: Any) -> list[Result]:
-    """Four heads of q, two of k and v, of what the options say."""
+    """Four heads of q, two of k and v, with the given options."""
     tokens, num_heads, kv_heads = 6, 4, 2
     x = side.strided(tokens, (num_heads + (1 if options.get("k_eq_v") else 2) * kv_heads) * dim)
     angle = (torch.arange(100.0)[:, None, None] * 10_000 ** (-torch.arange(pairs) / pairs)).to(side.device)
@@ -384,7 +383,7 @@ def heads(side: Side, *, dim: int, pairs: int, distance: int, is_fp8: bool = Fal
 
 
 def inputs(side: Side) -> list[Result]:
-    """Changes of the request table, then what each token needs to know."""
+    """Changes of the request table, then the inputs of each token."""
     tokens, pages = side.randint(1000, 5, 512), side.randint(90, 5, 33)
     words = side.randint(1000, 700)
     # (table, first word there, first word here, words)

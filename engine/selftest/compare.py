@@ -1,17 +1,17 @@
-"""How far a kernel's result may be from its reference's. Each row (last dimension) is judged by its own size, so that a
-large one hides nothing.
+"""How far a kernel's result may differ from its reference's. Each row (last dimension) is judged by its own magnitude,
+so that a large row does not hide errors in others.
 
     numbers   largest |a - b| / (|b| + rms of b's row): relative for large numbers, absolute for those near 0
-    fp8       rms(a - b) / rms(b) of what the quantised numbers of a row stand for: where a number lies on the border
-              between two steps of e4m3, 1/8 apart, either is right. Scales apart, each relative to itself
-    exact     share of unequal entries, of which none is allowed
+    fp8       rms(a - b) / rms(b) of a row's dequantised numbers, because a number on the border between two steps of
+              e4m3, 1/8 apart, may be rounded either way. Scales separately, each relative to itself
+    exact     share of unequal entries; none are allowed
 """
 
 from dataclasses import dataclass
 
 import torch
 
-# What one rounding to the dtype may cost, and the order of a sum: the bound of `numbers` for one rounding.
+# The error that one rounding to the dtype and another order of summation may cause: the bound of `numbers`.
 _BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 _SCALE_BOUND, _FP8_BOUND, _FP8_KV_BOUND = 1e-2, 4e-2, 6e-2  # the rows of a KV cache are short
 _TINY = 1e-30
@@ -19,7 +19,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class Result:
-    """One tensor that a check gives, and how far it may be from its reference's."""
+    """One tensor that a check computes, and how far it may differ from its reference's."""
 
     tensor: torch.Tensor
     bound: float = 0.0
@@ -37,7 +37,7 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """Which share of the allowed error was used; the largest is shown."""
+        """The error as a share of what is allowed; the largest is shown."""
         if self.error != self.error:
             return float("inf")
         return self.error / self.bound if self.bound else self.error * float("inf") if self.error else 0.0
@@ -55,7 +55,7 @@ def fp8_rows(quantised: tuple[torch.Tensor, torch.Tensor]) -> list[Result]:
 
 
 def fp8_kv(cache: torch.Tensor) -> Result:
-    """fp8 keys or values, whose scale is given."""
+    """fp8 keys or values with a given scale."""
     return Result(cache.float(), _FP8_KV_BOUND, "rms")
 
 
@@ -69,7 +69,7 @@ def exact(tensor: torch.Tensor) -> Result:
 
 
 def difference(ours: Result, reference: Result) -> Difference:
-    """Both on any device. NaN or infinity in either is an error of NaN or infinity, and so is another shape."""
+    """Compare two results, on any devices. NaN, infinity or another shape gives an error of NaN or infinity."""
     if ours.tensor.shape != reference.tensor.shape or ours.tensor.dtype != reference.tensor.dtype:
         return Difference(float("inf"), ours.bound)
     if ours.kind == "exact":

@@ -2,10 +2,10 @@
 
     1 token     convolution and rule from a state in float32; sequences near their start, and far behind it
     chunks      prompts of several chunks, continued ones, and single tokens between them, with states in bfloat16
-    norm        the same for few sequences, whose norm and gate the kernel does in passing; states in bfloat16
-    gated norm  what follows otherwise, also straight to fp8
+    norm        the same for few sequences, with norm and gate fused into the kernel; states in bfloat16
+    gated norm  the separate kernel that follows otherwise, also with fp8 output
 
-Slots of sequences that begin hold NaN, and so do all that nobody owns: a state that is not set to zero shows.
+Slots of sequences at their start hold NaN, and so do all unused slots, to expose a state that was not set to zero.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,15 @@ from engine.selftest.compare import Result, exact, fp8_rows, numbers
 _KEY_HEADS, _VALUE_HEADS, _DIM, _WIDTH = 2, 4, 128, 4
 _KEYS, _VALUES = _KEY_HEADS * _DIM, _VALUE_HEADS * _DIM
 _CHANNELS = 2 * _KEYS + _VALUES
-# Rounded on their way, once a chunk: inputs, U, W, scores, corrections. So much of a row's size in the model's dtype.
+# Inputs, U, W, scores and corrections are rounded once per chunk. The resulting error, relative to a row, by dtype.
 _CHUNK_BOUNDS = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3}
-_STATE_BOUND = 1e-2  # of a state in bfloat16
+_STATE_BOUND = 1e-2  # for a state in bfloat16
 
 
 @dataclass
 class Inputs:
-    """Of a step: each sequence's position and number of new tokens, random weights, what others left in the slots."""
+    """The inputs of a step: each sequence's position and number of new tokens, random weights, old contents of
+    slots."""
 
     steps: list[tuple[int, int]]
     qkv: torch.Tensor
@@ -46,7 +47,7 @@ class Inputs:
     @classmethod
     def draw(cls, side: Side, steps: list[tuple[int, int]], state_dtype: torch.dtype) -> "Inputs":
         num_slots, total = len(steps) + 2, sum(count for _, count in steps)
-        slots = [num_slots - 1 - i for i in range(len(steps))]  # 0 and 1 are nobody's
+        slots = [num_slots - 1 - i for i in range(len(steps))]  # slots 0 and 1 are unused
         drawn = cls(
             steps,
             side.strided(total, _CHANNELS),
@@ -74,8 +75,8 @@ class Inputs:
 
 
 def rule(side: Side, steps: list[tuple[int, int]], state_dtype: torch.dtype, *, early: bool = False) -> list[Result]:
-    """Outputs, states, the newest inputs of the convolution, and that nobody's slot is as it was. `early`: the kernel
-    reads before it waits, as it does where few sequences run."""
+    """Compare outputs, states and the convolution's newest inputs, and check that unused slots are unchanged. `early`:
+    the kernel reads before it waits, as it does when few sequences run."""
     inputs = Inputs.draw(side, steps, state_dtype)
     with side.clock():
         out = _reference(inputs) if side.is_reference else _kernels(side, inputs, early)
@@ -83,9 +84,9 @@ def rule(side: Side, steps: list[tuple[int, int]], state_dtype: torch.dtype, *, 
     bound = _CHUNK_BOUNDS[side.dtype] if max(inputs.counts) > 1 else numbers(out, 2).bound
     state_bound = max(bound, _STATE_BOUND) if state_dtype == torch.bfloat16 else bound
     return [
-        Result(out.flatten(1), bound, "rms"),  # a head alone may have next to nothing to say about a token
+        Result(out.flatten(1), bound, "rms"),  # over all heads: a single head's output may be close to zero
         Result(inputs.state[owned].float().flatten(2), state_bound, "rms"),
-        exact(inputs.ring[owned].nan_to_num(0.0)),  # some rows no token has reached yet
+        exact(inputs.ring[owned].nan_to_num(0.0)),  # rows that no token was written to
         exact(inputs.state[1]),
         exact(inputs.ring[1]),
     ]
@@ -112,7 +113,8 @@ def _kernels(side: Side, inputs: Inputs, early: bool) -> torch.Tensor:
 
 
 def _reference(inputs: Inputs) -> torch.Tensor:
-    """On the CPU: a GPU would first have to load libraries of convolutions and of linear systems."""
+    """The reference's results, on the CPU: a GPU would first have to load libraries for convolutions and linear
+    systems."""
     for name in ("qkv", "ba", "weight", "a_log", "dt_bias", "positions", "slots", "state", "ring"):
         setattr(inputs, name, getattr(inputs, name).cpu())
     batch = RecurrentBatch.build(
@@ -126,7 +128,7 @@ def _reference(inputs: Inputs) -> torch.Tensor:
 
 
 def gated_norm(side: Side, *, quantize: bool) -> list[Result]:
-    """Of 16 heads, gated by columns of a wider matrix."""
+    """The norm of 16 heads, gated by columns of a wider matrix."""
     heads = 16
     x = side.randn(9, heads, _DIM)
     z, weight = side.strided(9, heads * _DIM), 1 + side.randn(_DIM) * 0.1

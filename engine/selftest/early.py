@@ -1,4 +1,4 @@
-"""Opens the GPU while modules load: the driver takes half a second, and does not hold Python's lock.
+"""Opens the GPU while modules load: the driver takes half a second, and does not hold the GIL.
 
 Failures are ignored: PyTorch will try again and report why it cannot.
 """

@@ -1,9 +1,9 @@
 """Fused kernels for one to four tokens, compared with their parts run one by one.
 
-    sparse block    norm, router, experts, and the MLP beside them, with a factor of its own or apart
+    sparse block    norm, router, experts and the dense branch, which has a factor or is a separate result
 
-Every token goes to every expert: with a top-k choice, rounding could select different experts on the two sides. The
-choice has a check of its own.
+Every token goes to every expert, because with a top-k choice rounding could select different experts on the two sides.
+Another check tests the choice.
 """
 
 from functools import partial

@@ -1,10 +1,10 @@
 """A stored list of the self-test's kernels, so that compilers can start while PyTorch is still loading.
 
-    python -m engine.selftest.jobs [--write]        whether jobs.json is what the checks need now; or make it so
+    python -m engine.selftest.jobs [--write]        check whether jobs.json is up to date, or update it
 
-For a few kinds of GPU, jobs.json lists what `recording` records of the checks: one variant a line, slowest to compile
-first. It is a guess; the test waits only for what its checks need on the present GPU (run.py). A variant missing here
-is compiled a little later, and a superfluous one is wasted work.
+For a few kinds of GPU, jobs.json lists the kernels of the checks, as `recording` records them: one variant per line,
+slowest to compile first. The list is only a guess: the test waits for what its checks need on the present GPU (run.py).
+A variant that is missing here is compiled a little later, and a superfluous one is wasted work.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _rows() -> list[Row]:
-    """What the checks need on each listed GPU. None of them has to be present."""
+    """The kernels that the checks need on each listed GPU. None of these GPUs has to be present."""
     from engine.kernels.runtime.compile_ahead import line_of, longest_first
 
     first = next(iter(GPUS))

@@ -1,4 +1,4 @@
-"""Hard facts of this machine: is there a GPU that torch can use, new enough, and how fast is it?"""
+"""Facts about this machine: is there a GPU that torch can use, is it new enough, and how fast is it?"""
 
 import ctypes
 import time
@@ -27,7 +27,7 @@ class Machine:
 
 
 def examine(tally: Tally) -> Machine | int:
-    """Report the facts. Returns the exit code instead where no GPU can be used."""
+    """Report the facts. Returns an exit code instead if no GPU can be used."""
     cuda = torch.version.cuda
     built = msg("{version}, built for CPUs only", version=torch.__version__)
     if cuda:
@@ -74,7 +74,7 @@ def examine(tally: Tally) -> Machine | int:
 
 
 def measure(tally: Tally, machine: Machine) -> None:
-    """Report how fast the GPU is. Others may use the processors meanwhile."""
+    """Report how fast the GPU is. Other processes may use the CPU meanwhile."""
     _rate(tally, msg("memory bandwidth"), "GB/s", lambda: _bandwidth(machine.device, machine.free))
     _rate(tally, msg("bf16 products"), "TFLOP/s", lambda: _product_rate(machine.device))
 
@@ -82,7 +82,7 @@ def measure(tally: Tally, machine: Machine) -> None:
 def _first_gpu() -> torch.device:
     """The current CUDA device, with its context made. Raises RuntimeError with torch's reason."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the same words come as the error
+        warnings.simplefilter("ignore")  # the error has the same text
         torch.cuda.init()
         if not torch.cuda.device_count():
             raise RuntimeError(msg("the driver shows no GPU to this process."))
@@ -92,7 +92,7 @@ def _first_gpu() -> torch.device:
 
 
 def _driver() -> str:
-    """Version of the kernel's driver, and of CUDA that it brings."""
+    """The version of the kernel driver, and of the CUDA API that it supports."""
     module = Path("/sys/module/nvidia/version")
     version = module.read_text("ascii").strip() if module.exists() else "of unknown version"
     number = ctypes.c_int()
@@ -135,7 +135,7 @@ def _product_rate(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 10, rounds: int = 3) -> float:
-    """Seconds of the fastest round: in the others, this process may have waited for a processor."""
+    """Seconds of the fastest round: in the others, this process may have waited for the CPU."""
     work()
     torch.cuda.synchronize(device)
     fastest = float("inf")

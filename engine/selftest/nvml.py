@@ -7,8 +7,8 @@ import os
 def compute_capability() -> tuple[int, int] | None:
     """Compute capability of the first GPU that this process may use; None if unknown.
 
-    A guess where GPUs differ: CUDA may count them in another order. The library stays open: where no process holds the
-    GPU the driver would shut it down, and CUDA would wait for it to start again.
+    If the GPUs differ, this is a guess, because CUDA may number them in another order. The library stays open: if no
+    process used the GPU, the driver would shut it down, and CUDA would have to wait until it starts again.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")

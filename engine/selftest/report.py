@@ -1,4 +1,5 @@
-"""The lines of a self-test, one JSON object each, and the last one's words. Needs no torch: the parent uses it too.
+"""The lines of a self-test, one JSON object each, and the texts of the last one. Needs no torch, because the parent
+process uses it, too.
 
     {"kind": "fact",  "name": "GPU", "value": "NVIDIA H100 80GB HBM3"}
     {"kind": "fact",  "name": "time", "value": "Python 0.2 s, …", "parts": {"python": 0.21, …}}     adds up to the whole
@@ -73,7 +74,7 @@ def print_line(line: dict[str, Any]) -> None:
 
 @dataclass
 class Tally:
-    """Sees every line on its way, and knows what to say in the end."""
+    """Passes every line on, and knows the outcome in the end."""
 
     emit: Callable[[dict[str, Any]], None]
     passed: int = 0
@@ -102,7 +103,7 @@ class Tally:
         self.see({"kind": "fact", "name": name, "value": value} | ({} if number is None else {"number": number}))
 
     def compiled(self, work: dict[str, Any] | None) -> None:
-        """How long kernels were waited for; `work`, if anything was compiled: what compile_ahead.Work says."""
+        """Report how long the test waited for kernels. `work`: compile_ahead.Work, if anything was compiled."""
         seconds = self.watch.parts["waiting"]
         line = {
             "kind": "fact", "name": msg("compilation"), "number": round(seconds, 2),
@@ -114,7 +115,7 @@ class Tally:
         self.see(line)
 
     def times(self) -> None:
-        """Where the time went."""
+        """Report where the time went."""
         parts = {part: round(seconds, 2) for part, seconds in self.watch.parts.items()}
         self.see({"kind": "fact", "name": msg("time"), "value": self.watch.text(), "parts": parts})
 
@@ -154,7 +155,7 @@ class Tally:
 
 
 def as_text(line: dict[str, Any]) -> str | None:
-    """A line for people, without colours; None for one that they need not see."""
+    """A line as text for people, without colours; None if they need not see it."""
     if line["kind"] == "fact":
         return f"      {line['name']:28} {line['value']}"
     if line["kind"] == "end":

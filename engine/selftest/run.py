@@ -1,8 +1,8 @@
 """The self-test's own process: facts of the machine, then check after check.
 
 Compiling takes longest, so other processes do it; for known GPUs they start before this module is loaded (jobs.py).
-This process lists what is to be compiled, slowest first; meanwhile it measures the machine and computes the checks'
-references; then it runs kernels as they become ready.
+This process lists what is to be compiled, slowest first. While they compile, it measures the machine and computes the
+references of the checks; then it runs the kernels as they become ready.
 """
 
 import math
@@ -33,7 +33,7 @@ def run(tally: Tally) -> int:
     """The whole self-test on this machine's GPU. Returns the exit code."""
     opening = early.open_gpu()
     if opening is not None:
-        with suppress(ImportError):  # the first check says so
+        with suppress(ImportError):  # the first check will report it
             kernel_side(torch.device("cpu"), torch.bfloat16)
             compile_pool.load_here()
         tally.watch.lap("triton")
@@ -56,7 +56,7 @@ def run_checks(
 ) -> int:
     """Compare every kernel with its reference on `device`, in `dtype`. On a CPU: in Triton's interpreter.
 
-    `meanwhile` is called once other processes compile."""
+    `meanwhile` is called when other processes have started compiling."""
     every = EVERY if only is None else only
     possible = [check for check in every if with_fp8 or not check.needs_fp8]
     kernels = None
@@ -83,7 +83,7 @@ def run_checks(
         fault = _judge(tally, check, reference, kernel_side(device, dtype))
         tally.watch.lap("kernels")
         if fault == "lost":
-            break  # every later check would fail for this one's reason
+            break  # every later check would fail for the same reason
     if kernels is not None:
         work = kernels.finish()
         tally.watch.lap("waiting")
@@ -94,7 +94,7 @@ def run_checks(
 
 @dataclass
 class Reference:
-    """What a check's plain reference computed, or why it could not; and of which numbers."""
+    """The results of a check's reference, or its error; and the numbers that it was given."""
 
     numbers: list[torch.Tensor]
     results: list[Result]
@@ -141,8 +141,8 @@ def compare(check: Check, reference: Reference, side: Side) -> Difference:
 
 
 class _Kernels:
-    """What the checks will need, compiled side by side while the first of them run. A kernel's error comes back when
-    its check runs."""
+    """The kernels that the checks need, compiled in parallel while the first checks run. A kernel's error is raised
+    when its check runs."""
 
     def __init__(self, every: list[Check], device: torch.device, dtype: torch.dtype) -> None:
         from engine.kernels.runtime.compile_ahead import Compilation
@@ -178,6 +178,6 @@ def _fault(error: Exception, device: torch.device) -> Fault:
 
 
 def _reason(error: Exception) -> str:
-    """One line. Triton's own errors quote a page of source before they say what is wrong."""
+    """An error as one line. Triton's errors quote a page of source before they say what is wrong."""
     text = getattr(error, "error_message", None) or str(error)
     return f"{type(error).__name__}: {' '.join(str(text).split())}"[:_REASON]

@@ -1,10 +1,10 @@
-"""The sampling kernels against the CPU's sampler, which they must follow token for token.
+"""The sampling kernels compared with the CPU's sampler: they must sample the same tokens.
 
-    greedy      the largest logit, of equal ones the lowest id
+    greedy      the largest logit; among equal ones the lowest id
     drawn       temperature and seeded noise: the same draws as on the CPU
     filtered    top-k, top-p, min-p and all of them
     edited      bias, bans, penalties, then greedy or drawn
-    masked      some rows may sample few tokens only, as a grammar has it; beside edits
+    masked      some rows may sample only a few tokens, as with a grammar; together with edits
     logprobs    of a step's tokens and of a prompt
 """
 
@@ -29,11 +29,11 @@ _LOGPROB_ROUNDINGS = 2.0  # sums of exponentials in another order
 
 
 def sample(side: Side, params: list[SamplingParams], *, masked: bool = False) -> list[Result]:
-    """One token for each of `params`, on rows of logits with many likely tokens; log-probabilities where asked for.
-    `masked`: every second row may sample a few tokens only."""
+    """One token for each of `params`, from rows of logits with many likely tokens; log-probabilities if asked for.
+    `masked`: every second row may sample only a few tokens."""
     rows = list(range(1, len(params) + 1))
     logits = side.randn(len(rows), _VOCAB) * 2
-    logits[:, :30] += 6  # the tokens that are known are likely, so that penalties tell
+    logits[:, :30] += 6  # known tokens are likely, so that penalties have an effect
     tokens = side.randint(30, len(rows) + 1, _LENGTH)
     draw = _on_cpu if side.is_reference else partial(_on_device, side)
     ids, logprobs = draw(params, logits, rows, tokens, _masks(len(rows)) if masked else None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.message import msg
 
-# One after the other; what others do meanwhile (compilers, a thread that opens the GPU) costs nothing here.
+# Consecutive parts of this process. Parallel work (compilers, a thread that opens the GPU) is not counted.
 PARTS: tuple[str, ...] = ("python", "torch", "triton", "gpu", "jobs", "rates", "twins", "waiting", "kernels")
 
 
@@ -14,11 +14,11 @@ def process_began() -> float:
     """When this process was started, on the clock of time.monotonic()."""
     now = time.monotonic()
     try:
-        ticks = int(Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()[19])  # since the boot
+        ticks = int(Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()[19])  # since boot
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return now
-    return now - age if 0 <= age < 600 else now  # some sandboxes give no such time
+    return now - age if 0 <= age < 600 else now  # some sandboxes do not provide this time
 
 
 class Stopwatch:

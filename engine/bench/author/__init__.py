@@ -1,1 +1,1 @@
-"""Benchmarks for engine developers. They stay in the checkout: neither a wheel nor a medium carries them."""
+"""Benchmarks for engine developers. They are only in a checkout: neither a wheel nor a medium contains them."""

@@ -1,6 +1,6 @@
 """``cpu``: our engine against transformers on the same CPU, the same threads, in the same run.
 
-The two take turns, so that a noisy machine is noisy for both; rows give medians.
+The two take turns, so that noise on the machine affects both; rows give medians.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""``delta``: a recurrent layer's own work, without its projections, against the time that moving its states takes.
+"""``delta``: a recurrent layer without its projections, compared with the time that moving its states takes.
 
 DIR needs only a config.json. A decode step reads and writes the state of each sequence once; steps take turns with
-different states, so that none of them stays in a cache. A prompt is one sequence of so many tokens.
+different states, so that no state stays in a cache. A prompt is one sequence with the given number of tokens.
 
-``--search`` times the kernels' variants instead, those of a prompt together with the kernels around them, for at most
-``--budget`` seconds: which tiles, warps and stages the constants in recurrent.gated_delta should be. A summary
+``--search`` times variants of the kernels instead (prompt kernels together with the kernels around them) for at most
+``--budget`` seconds, to find the best tiles, warps and stages for the constants in recurrent.gated_delta. A summary
 names the best.
 """
 
@@ -30,7 +30,7 @@ from engine.models.registry import model_class
 DEFAULT_MODELS = ("qwen3.6-27b",)
 _BATCHES = (1, 4, 16, 64, 256)
 _PROMPTS = (64, 1024, 8192)
-_STATE_BYTES = 256 << 20  # of the states that take turns: more than caches hold
+_STATE_BYTES = 256 << 20  # total size of the states that take turns: more than caches hold
 _TURNS = 64
 
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Iterator[report.Row]:
 
 
 def state_dtype(config: ModelConfig, wanted: str, device: torch.device) -> str:
-    """As the engine would choose it for this model in bf16."""
+    """The dtype that the engine would choose for this model in bf16."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = model_class(config)(config, 16)
@@ -76,7 +76,7 @@ def state_dtype(config: ModelConfig, wanted: str, device: torch.device) -> str:
 
 
 def make_layer(config: ModelConfig, device: torch.device) -> GatedDeltaNet:
-    """Random small weights, but for the projections, which stay without memory."""
+    """A layer with random small weights; its projections get no memory."""
     own = read_qwen3_5(config.raw, config.rope)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -138,7 +138,7 @@ _RUN = [{"BLOCK_V": v, "num_warps": w, "num_stages": s} for v, w in ((16, 4), (3
 
 
 def search(layer: GatedDeltaNet, copy: float, budget: float) -> Iterator[report.Row]:
-    """Rows of every variant, with its options; of those that a GPU has no room for, with the driver's words. After
+    """A row for every variant, with its options; for variants that do not fit the GPU, with the driver's message. After
     `budget` seconds the rest is left out."""
     from engine.kernels.runtime.compile_ahead import compile_ahead
     from engine.kernels.runtime.launcher import KernelError, recording
@@ -171,7 +171,7 @@ def search(layer: GatedDeltaNet, copy: float, budget: float) -> Iterator[report.
         report.say(f"best of {case}: {options}, {seconds * 1e6:.1f} us")
 
 
-_CASE = ("phase", "batch", "prompts", "tokens")  # what a row measures; the rest of it are the variant's options
+_CASE = ("phase", "batch", "prompts", "tokens")  # what a row measures; its other fields are the variant's options
 _Case = tuple[report.Row, Callable[[], Sequence[Callable[[], object]]]]
 
 
@@ -250,7 +250,7 @@ def _step(
 
 
 def _inputs(layer: GatedDeltaNet, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the projections would give: q, k, v and z side by side, b and a."""
+    """The outputs that the projections would have: q, k, v and z side by side, b and a."""
     device = layer.a_log.device
     qkvz = torch.randn(tokens, layer.channels + layer.value_size, device=device).bfloat16()
     qkv, z = qkvz.split((layer.channels, layer.value_size), -1)

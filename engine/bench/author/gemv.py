@@ -1,7 +1,7 @@
-"""``gemv``: each product of one row with a weight of a decode step, against the time that reading the weight takes.
+"""``gemv``: each one-row GEMM of a decode step, compared with the time that reading its weight takes.
 
-DIR needs only a config.json; without one the products of all shipped shapes are measured, each once. A product is run
-with several copies of its weight in turn, so that none of them stays in a cache.
+DIR needs only a config.json; without DIR, the GEMMs of all shipped shapes are measured, each once. A GEMM is run with
+several copies of its weight in turn, so that none of them stays in a cache.
 
 The search for better tiles is `python -m engine.kernels.tuning`.
 """
@@ -51,7 +51,7 @@ def facts(subject: Subject) -> report.Row:
 
 
 def measure(subject: Subject, device: torch.device, read: float) -> report.Row:
-    """With the tiles that are used. `read`: GB/s."""
+    """Time a GEMM with the tiles that the engine uses. `read`: GB/s."""
     from engine.kernels.runtime.launcher import target_of
 
     tiles = vector_tiles(subject.gemm, gpu=target_of(device))
@@ -61,7 +61,7 @@ def measure(subject: Subject, device: torch.device, read: float) -> report.Row:
 
 
 def speed(subject: Subject, seconds: float, read: float) -> report.Row:
-    """`of_floor`: the time to read the weight once at `read` GB/s, over that of the product."""
+    """`of_floor`: the time to read the weight once at `read` GB/s, divided by the GEMM's time."""
     return {
         "tb_s": round(subject.num_bytes / seconds / 1e12, 3),
         "of_floor": round(subject.num_bytes / (read * 1e9) / seconds, 3),

@@ -1,7 +1,7 @@
-"""``load``: how fast weights come from the page cache into ready parameters, and what memory it takes meanwhile.
+"""``load``: how fast weights go from the page cache to ready parameters, and how much memory that takes.
 
-Where DIR holds a config.json only, random weights in its shapes are written first, and removed afterwards. The first
-load is not timed: it brings the files into the page cache, and the process its buffers.
+If DIR contains only a config.json, random weights with its shapes are written first, and removed afterwards. The first
+load is not timed, because it fills the page cache and allocates the process's buffers.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
 
 
 def measure(model_dir: Path, device: torch.device, quantization: str | None, repeats: int) -> report.Row:
-    """Load once, then `repeats` times against the clock. GB are of the files; memory is the worst of all loads."""
+    """Load once, then `repeats` times with timing. GB refers to the files; memory is the maximum of all loads."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.zeros(1, device=device)  # the CUDA context is not a part of loading
@@ -93,7 +93,7 @@ def _resident(which: str) -> int:
 
 
 def _reset_peak() -> None:
-    """Start VmHWM again from here."""
+    """Reset VmHWM to the current value."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

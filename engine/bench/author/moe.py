@@ -1,7 +1,7 @@
-"""``moe``: one layer's router and experts alone, against the time that reading the chosen experts' weights takes.
+"""``moe``: one layer's router and experts, compared with the time that reading the chosen experts' weights takes.
 
-DIR needs only a config.json; without one the shapes of three shipped models are measured. Each step is run with several
-inputs in turn, which choose different experts: none of them stays in a cache.
+DIR needs only a config.json; without DIR, the shapes of three shipped models are measured. Each step is run with
+several inputs in turn, which choose different experts, so that no weight stays in a cache.
 
 The search for better tiles is `python -m engine.kernels.tuning`.
 """

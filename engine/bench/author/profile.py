@@ -1,8 +1,8 @@
 """``profile``: where the time of a decode step goes, by phase of the step and by operator.
 
-Prompts are read first; then `--steps` steps that decode one token of each of `--batch` sequences are timed, and as many
-again are traced: operator by operator on a CPU, kernel by kernel on a GPU. Tracing slows the host down: take shares
-from it, not times (a GPU's own times hold). On a GPU the phases are the host's; in `collect` it waits.
+Prompts are read first. Then `--steps` decode steps of `--batch` sequences are timed, and as many again are traced:
+operator by operator on a CPU, kernel by kernel on a GPU. Tracing slows the host down, so its shares are meaningful but
+its times are not (those of GPU kernels are). On a GPU the phases are those of the host, which waits in `collect`.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         cost = [(e.self_cpu_time_total, e) for e in events]
     total = sum(c for c, _ in cost)
     if on_gpu:
-        rows[0]["device_ms"] = round(total / 1e3 / args.steps, 3)  # the rest of step_ms the GPU waited
+        rows[0]["device_ms"] = round(total / 1e3 / args.steps, 3)  # for the rest of step_ms the GPU waited
     for microseconds, event in sorted(cost, key=lambda pair: -pair[0])[:_TOP]:
         rows.append({"bench": "op", "op": event.key, "share": round(microseconds / max(total, 1e-9), 4),
                      "us_per_step": round(microseconds / args.steps, 1),

@@ -1,4 +1,4 @@
-"""Checkpoints of random numbers in a model's real shapes, where only its config.json is at hand."""
+"""Checkpoints of random numbers with a model's real shapes, made from its config.json alone."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig, read_json
 from engine.models.registry import empty_model
 
-_POOL = (32 << 20) + 1   # random numbers that all tensors take turns to use: drawing each again would take minutes
+_POOL = (32 << 20) + 1   # random numbers that all tensors share: drawing new ones for each would take minutes
 _DEFAULT_BYTES = 8 << 30
 
 
@@ -38,7 +38,7 @@ def write(config_dir: Path, target: Path, *, num_layers: int | None = None) -> P
 
 
 def num_bytes(config_dir: Path) -> tuple[int, int]:
-    """(Everything but the layers, one layer) of the bf16 weights that a config.json means."""
+    """Bytes of (everything except the layers, one layer) of the bf16 weights that a config.json describes."""
     rest, *layers = _by_layer(empty_model(config_dir))
     return 2 * sum(s.numel() for s in rest.values()), 2 * sum(s.numel() for s in layers[0].values())
 

@@ -1,8 +1,8 @@
-"""``schedule``: the scheduler alone, on a device that answers at once: its own time, and what it decides.
+"""``schedule``: the scheduler alone, on a device that answers at once: its own time, and its decisions.
 
-    host      microseconds of schedule() and update() a step, with many sequences that decode
-    blocked   the same, while a request waits whose long prompt is cached but which does not fit
-    short     many requests in too few pages: tokens a step, tokens computed twice, the longest pause of a stream
+    host      microseconds per step of schedule() and update(), with many decoding sequences
+    blocked   the same, while a request is waiting whose long prompt is cached but which does not fit
+    short     many requests with too few pages: tokens per step, tokens computed twice, the longest pause of a stream
     prompts   streams that decode while prompts of 32k and short ones arrive: the longest pause of a stream
 
 Pauses are counted in steps. Every workload is the same in each run.
@@ -30,7 +30,7 @@ from engine.errors import ConfigError
 NEEDS_MODEL = False
 _PAGE_SIZE = 16
 _VOCAB = 50_000
-_KINDS = {  # windows, recurrent states, units in a slab
+_KINDS = {  # windows, recurrent states, units per slab
     "full attention": ((None,), False, (1,)),
     "sliding windows": ((None, 1024), False, (5, 1)),
     "recurrent states": ((None,), True, (16, 1)),
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Iterator[report.Row]:
 
 @dataclass
 class Machine:
-    """Answers with a token that depends on nothing."""
+    """A device that answers at once, always with the same token."""
 
     plans: list[StepPlan] = field(default_factory=list)
 

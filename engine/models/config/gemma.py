@@ -1,6 +1,6 @@
-"""What the layers of a Gemma 2, 3 or 4 are, from its config.json: each may differ in window, heads, rope and width.
+"""The layers of a Gemma 2, 3 or 4 model, from its config.json: each may differ in window, heads, rope and width.
 
-Released configs omit fields that equal the default of their family's class; DEFAULTS has those (transformers 5).
+Released configs omit fields that equal the default of their family's class in transformers 5; DEFAULTS has those.
 """
 
 from dataclasses import dataclass
@@ -66,10 +66,10 @@ class GemmaConfig:
     norm_offset: float           # norms multiply by offset + w
     qk_norm: bool = True
     v_norm: bool = False
-    # Gemma 4's per-layer embeddings: numbers a token and layer (0: none), and rows of their table.
+    # Gemma 4's per-layer embeddings: numbers per token and layer (0: none), and rows of their table.
     per_layer_size: int = 0
     per_layer_vocab: int = 0
-    moe: MoeConfig | None = None  # experts beside the MLP of every layer
+    moe: MoeConfig | None = None  # experts in parallel with the MLP of every layer
 
 
 def read_gemma2(raw: dict[str, Any]) -> GemmaConfig:
@@ -198,7 +198,7 @@ def _check_common(raw: dict[str, Any]) -> None:
 
 
 def _layer_kinds(raw: dict[str, Any]) -> list[str]:
-    """`layer_types`, or the family's pattern: every so many-th layer is full."""
+    """`layer_types`, or the family's pattern, in which every n-th layer is full."""
     num_layers, kinds = get_size(raw, "num_hidden_layers"), raw.get("layer_types")
     if kinds is None:
         pattern = get_size(raw, "sliding_window_pattern")
@@ -227,7 +227,7 @@ def _last(kinds: list[str], kind: str, end: int) -> int:
 
 
 def _count(raw: dict[str, Any], name: str) -> int:
-    """A number that may be 0, below that of layers where it counts layers; null is 0."""
+    """A number from 0 up, below the number of layers if it counts layers; null means 0."""
     value = 0 if raw.get(name) is None else get_field(raw, name, int)
     limit = get_size(raw, "num_hidden_layers") if name == "num_kv_shared_layers" else 2**31
     if isinstance(value, bool) or not 0 <= value < limit:

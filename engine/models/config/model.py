@@ -14,8 +14,8 @@ from engine.models.config.rope import read_rope
 _MAX_JSON_BYTES = 16 << 20
 _DTYPES = ("bfloat16", "float16", "float32")
 
-# Architectures whose layers differ from each other -> the value of a field that is left out. Their own modules read
-# rope, windows and activation from `raw`; of the fields here, `rope` and `sliding_window` are empty.
+# Architectures whose layers differ from each other, and the defaults of fields that their config.json omits. Their own
+# modules read rope, windows and activation from `raw`; `rope` and `sliding_window` of ModelConfig are empty.
 _LAYERED: dict[str, dict[str, Any]] = {**GEMMA}
 
 
@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The fields of config.json that a decoder of the Llama kind needs; `raw` has the rest."""
+    """The fields of config.json that a decoder like Llama's needs; `raw` has all fields."""
 
     architecture: str
     vocab_size: int
@@ -117,7 +117,7 @@ class ModelConfig:
 
 
 def _quantization(raw: dict[str, Any]) -> dict[str, Any] | None:
-    """The object that describes quantised weights, as it is; a multimodal model may have it with its text."""
+    """The object that describes quantised weights, unchecked; a multimodal model may have it in its text_config."""
     text = raw.get("text_config")
     for holder in (raw, text if isinstance(text, dict) else {}):
         found = holder.get("quantization_config") or holder.get("compression_config")
@@ -129,7 +129,7 @@ def _quantization(raw: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _text_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a multimodal model's language model (`text_config`) as if they stood at the top."""
+    """The config with the fields of a multimodal model's language model (`text_config`) at the top level."""
     text = raw.get("text_config")
     if text is None:
         return raw
@@ -159,7 +159,7 @@ def _window(raw: dict[str, Any]) -> int | None:
 
 
 def _eos(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """End tokens of both files: generation_config.json often knows more of them than config.json."""
+    """End tokens of both files: generation_config.json often has more of them than config.json."""
     ids: list[int] = []
     for source in (generation.get("eos_token_id"), raw.get("eos_token_id")):
         ids += source if isinstance(source, list) else [] if source is None else [source]

@@ -11,7 +11,7 @@ from engine.models.config.fields import get_size
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
     num_experts: int
-    top_k: int        # experts a token
+    top_k: int        # experts per token
     inner: int        # width of an expert's MLP
     renormalize: bool  # whether the weights of the chosen experts are divided by their sum
 

@@ -1,4 +1,4 @@
-"""What config.json says about quantised weights -> one plan that answers for each module by its name.
+"""Reads what config.json says about quantised weights into one plan, which gives the format of each module by its name.
 
     quantization_config.quant_method   compressed-tensors   config_groups with targets, and names to ignore
                                        gptq                 bits, group_size, sym; `dynamic` rules by regular expression
@@ -6,7 +6,7 @@
                                        fp8                  weight_block_size; Qwen's and DeepSeek's own
                                        modelopt             quant_algo; older ones in hf_quant_config.json
 
-Everything that Atoll does not read is refused here, before any weight is: a guess would yield fluent nonsense.
+Everything that Atoll cannot read is refused here, before any weight is read: a guess would yield fluent nonsense.
 """
 
 import re
@@ -37,7 +37,7 @@ _PLAIN = re.compile(r".*\.(k_scale|v_scale|q_scale|k_proj\.output_scale|v_proj\.
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlan:
-    """Raises ModelError, naming the module, for a module that is stored in a way that Atoll does not read."""
+    """Raises ModelError, naming the module, if a module is stored in a way that Atoll cannot read."""
 
     method: str
     rule: Rule
@@ -177,7 +177,7 @@ def _scheme(group: Mapping[str, Any], layout: str, where: str) -> StoredFormat:
 
 
 def _inputs(raw: Any, kind: str, where: str) -> Inputs:
-    """What activations are rounded to. Other widths than 8 bits are not."""
+    """The format to which activations are rounded, if they have 8 bits; wider ones are not rounded."""
     if raw is None:
         return None
     if not isinstance(raw, dict):
@@ -186,7 +186,7 @@ def _inputs(raw: Any, kind: str, where: str) -> Inputs:
         raise unreadable(f"{where}.input_activations", msg("{bits} bits of type {kind}", bits=raw.get("num_bits"),
                                                            kind=raw.get("type", "int")))
     if not raw.get("symmetric", True):
-        return None  # 16 bits are finer than any zero point
+        return None  # 16 bits: not rounded
     return "fp8" if kind == "float" else "int8"
 
 

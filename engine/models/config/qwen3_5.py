@@ -16,7 +16,7 @@ _PARTIAL_ROTARY_FACTOR = 0.25
 @dataclass(frozen=True, slots=True)
 class Qwen35Config:
     layers: tuple[str, ...]  # "linear_attention" (recurrent) or "full_attention"
-    key_heads: int     # of a recurrent layer; likewise the others
+    key_heads: int     # this and the next fields: the shape of a recurrent layer
     value_heads: int
     key_dim: int
     value_dim: int
@@ -54,7 +54,7 @@ def read_qwen3_5(raw: dict[str, Any], rope: dict[str, Any], *, is_next: bool = F
         value_dim=get_size(raw, "linear_value_head_dim", 128),
         conv_width=get_size(raw, "linear_conv_kernel_dim", 4),
         state_dtype=_state_dtype(raw),
-        # Sections of mrope turn with the positions of images; in text all positions are one.
+        # mrope's sections use different positions for images; for text they are all equal.
         rope={"partial_rotary_factor": _PARTIAL_ROTARY_FACTOR if factor is None else factor} | rope,
         mixed_on_disk=is_next,
         sparse=sparse,
@@ -72,7 +72,7 @@ def _state_dtype(raw: dict[str, Any]) -> str | None:
 
 
 def _layer_kinds(raw: dict[str, Any]) -> tuple[str, ...]:
-    """`layer_types`, or the family's pattern: every so many-th layer has attention."""
+    """`layer_types`, or the family's pattern, in which every n-th layer has attention."""
     num_layers, kinds = get_size(raw, "num_hidden_layers"), raw.get("layer_types")
     if kinds is None:
         interval = get_size(raw, "full_attention_interval", 4)
