@@ -12,9 +12,10 @@ from engine.message import msg
 
 # Add to these together with the code that implements them.
 CHECKPOINT_QUANTIZATION = frozenset({"awq", "compressed-tensors", "gptq", "modelopt"})  # methods of checkpoints
-CPU_QUANTIZATION = CHECKPOINT_QUANTIZATION
+ONLINE_INTEGERS = frozenset({"int8", "int4", "int4-g32"})  # of 16-bit checkpoints, while they load
+CPU_QUANTIZATION = ONLINE_INTEGERS | CHECKPOINT_QUANTIZATION
 CPU_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "float32"})
-CUDA_QUANTIZATION = frozenset({"fp8"}) | CHECKPOINT_QUANTIZATION
+CUDA_QUANTIZATION = frozenset({"fp8"}) | ONLINE_INTEGERS | CHECKPOINT_QUANTIZATION
 CUDA_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 MIN_COMPUTE_CAPABILITY = (8, 0)  # bf16 tensor cores
 FP8_COMPUTE_CAPABILITY = (8, 9)

@@ -11,6 +11,7 @@ import torch
 
 from engine.capabilities import (
     MIN_COMPUTE_CAPABILITY,
+    ONLINE_INTEGERS,
     check_capabilities,
     nvidia_driver_present,
     resolve_device,
@@ -97,7 +98,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if tensors is not None:
         use_kv_scales(model, tensors, is_fp8=config.kv_cache_dtype.startswith("fp8"))
     if config.quantization is not None:
-        quantize(model, config.quantization, None if stored is None else stored.method)
+        quantize(model, config.quantization, None if stored is None else stored.method, device)
     if config.batch_invariant:
         fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8") or stays_fp8(model)
         make_batch_invariant(model, fp8=fp8, fp8_units=device.type != "cuda" or has_fp8_units(device))
@@ -132,7 +133,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         budget = _measured_budget(config, model, spec, dtype, kv_dtype, max_tokens, num_seqs, gpu)
     else:
         activations = activation_bytes(model_config, compute, max_tokens, min(num_seqs, max_tokens))
-        budget = cpu_budget(config, weight_bytes(model), activations, cpu_format.describe(dtype, compute))
+        budget = cpu_budget(config, weight_bytes(model), activations, _cpu_format(config, dtype, compute))
     wishes = {
         "device": str(device), "max_model_len": max_len_wanted, "model_max_len": model_config.max_position_embeddings,
         "max_num_seqs": config.max_num_seqs, "default_num_seqs": default_seqs,
@@ -177,6 +178,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         grammars=_grammars(config, model_config),
         description=_describe(plan, model_config, dtype, compute, device),
     )
+
+
+def _cpu_format(config: EngineConfig, dtype: torch.dtype, compute: torch.dtype) -> str:
+    text = cpu_format.describe(dtype, compute)
+    return f"{config.quantization} of {text}" if config.quantization in ONLINE_INTEGERS else text
 
 
 def _grammars(config: EngineConfig, model_config: ModelConfig) -> GrammarCompiler | None:

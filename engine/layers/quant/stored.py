@@ -202,7 +202,7 @@ class StoredLinear(LinearMethod):
         if on_gpu and self._parts.is_fp8_per_row:
             _use_fp8(layer, matrices)
         elif on_gpu:
-            _use_packed(layer, matrices, self._parts.inputs)
+            use_packed(layer, matrices, self._parts.inputs)
         else:
             weight = _plain(matrices, self._parts.dtype)
             if layer.order is not None:
@@ -234,7 +234,8 @@ def _use_fp8(layer: Any, matrices: Sequence[Packed | torch.Tensor]) -> None:
     fp8.use_weight(layer, whole.values, scale, layer.weight.dtype)
 
 
-def _use_packed(layer: Any, matrices: Sequence[Packed | torch.Tensor], inputs: Inputs) -> None:
+def use_packed(layer: Any, matrices: Sequence[Packed | torch.Tensor], inputs: Inputs) -> None:
+    """On a GPU: multiply with the matrices packed; neighbours of one kind become one."""
     with for_good():
         pieces: list[Packed | torch.Tensor] = []
         run: list[Packed] = []
@@ -246,7 +247,7 @@ def _use_packed(layer: Any, matrices: Sequence[Packed | torch.Tensor], inputs: I
             run = []
             if matrix is not None:
                 pieces.append(matrix.clone())
-        order = layer.order
+        order = getattr(layer, "order", None)
         if order is not None and len(pieces) == 1 and isinstance(pieces[0], Packed):
             pieces[0] = pieces[0].rows(order)
             order = None

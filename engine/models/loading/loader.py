@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from engine.capabilities import ONLINE_INTEGERS
 from engine.errors import ConfigError, ModelError
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear
@@ -33,7 +34,7 @@ _CONVERTIBLE = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}  #
 _RANDOM_BLOCK = (8 << 20) + 1  # elements; not a multiple of a row, so that rows differ
 
 
-def quantize(model: nn.Module, name: str, stored: str | None = None) -> None:
+def quantize(model: nn.Module, name: str, stored: str | None = None, device: torch.device = _CPU) -> None:
     """Before loading: quantise the decoder's linear layers that the format supports, but not the output head.
 
     `stored`: how the checkpoint is quantised already. Then `name` may only say the same; else it is a key of `FORMATS`.
@@ -52,6 +53,11 @@ def quantize(model: nn.Module, name: str, stored: str | None = None) -> None:
             msg("Leave the flag out to run the checkpoint in its own precision."),
         )  # fmt: skip
     quantized = FORMATS[name]
+    if device.type != "cpu" and name in ONLINE_INTEGERS and any(isinstance(m, ExpertLinear) for m in model.modules()):
+        raise ConfigError(
+            msg("--quantization {name}: the experts of this model are not quantised to integers on a GPU.", name=name),
+            "--quantization", msg("Use --quantization fp8."),
+        )  # fmt: skip
     for module in model.modules():
         if isinstance(module, Linear) and module.quantizable and quantized.linear.supports(module):
             module.use(quantized.linear)
