@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from appliance.service.pilot.board import PilotBoard, StageSeen
 
 LOOK_SECONDS = 2.0
+MOST_USERS = 2   # that a stage names; the rest is a number
 
 
 class PilotBody(StepBody):
@@ -108,13 +109,14 @@ class PilotBody(StepBody):
         state = {"passed": "green", "running": "running", "missed": "failed", "stopped": "failed"}.get(
             stage.status, "open")  # fmt: skip
         marks = PLAIN_MARKS if self.front.plain else MARKS
-        users = self.say(t("everybody")) if "*" in stage.users else ", ".join(stage.users)
+        users = self.say(t("everybody")) if "*" in stage.users else ", ".join(stage.users[:MOST_USERS])
+        if len(stage.users) > MOST_USERS and "*" not in stage.users:
+            users += f" +{len(stage.users) - MOST_USERS}"
         text.append(f"{marks[state]} ", COLOURS[state]).append(f"{stage.name}  ", "bold")
         text.append(f"{self.say(stage.status_text)}  {users}  ")
         if stage.status == "running":
             share = stage.seconds / stage.duration if stage.duration else 1.0
-            text.append(bar(16, share, plain=self.front.plain) + " ")
-            text.append(f"{self.say(long_time(stage.seconds))} / ")
+            text.append(f"\n    {bar(24, share, plain=self.front.plain)} {self.say(long_time(stage.seconds))} / ")
         text.append(f"{self.say(long_time(stage.duration))}\n")
         for why in stage.why:
             text.append(f"    {self.say(why)}\n", "red")
@@ -149,7 +151,7 @@ class PilotBody(StepBody):
         if self.state is not None and self.state.status == "green":
             return found
         if self.front.following is None and not self.answers.skip and not self.answers.stages:
-            return Forward(t("Choose a plan"))
+            return Forward(t("Choose a plan"), found.why_not)
         if found.text or self.front.following is not None or self.board is None:
             return found
         if self.board.outcome == "done" and self.board.signed is None:
