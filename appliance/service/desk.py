@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from appliance.service.dashboard.control import Action
     from appliance.service.offers import Offer
     from appliance.service.pilot.board import PilotBoard
+    from appliance.service.pilot.edit import StageField
+    from appliance.service.pilot.plan import PilotPlan
     from appliance.service.trouble import Trouble
     from appliance.service.tuning.board import Board
 
@@ -154,7 +156,36 @@ class Desk:
         """The started pilot with its current state, or else the planned one. Raises InstallError."""
         from appliance.service.pilot.board import board
 
-        return board(self.layout, self.answers.pilot)  # type: ignore[attr-defined]
+        return board(self.layout, self._planned)
+
+    def stage_fields(self, number: int) -> "list[tuple[StageField, str]]":
+        """The fields of a planned stage, and what stands in each."""
+        from appliance.service.pilot import edit
+
+        stands = edit.typed(self._planned.stages[number])
+        return [(field, stands[field.name]) for field in edit.FIELDS]
+
+    def change_stage(self, number: int, values: dict[str, str]) -> None:
+        """Raises InstallError (usage) that names the field."""
+        from appliance.service.pilot import edit
+
+        self.amend(pilot={"stages": edit.changed(self.layout, self._planned, number, values)})
+
+    def add_stage(self) -> None:
+        """One more stage, like the last one. Raises InstallError (usage)."""
+        from appliance.service.pilot import edit
+
+        self.amend(pilot={"stages": edit.added(self._planned)})
+
+    def remove_stage(self, number: int) -> None:
+        """Raises InstallError (usage) for the only stage."""
+        from appliance.service.pilot import edit
+
+        self.amend(pilot={"stages": edit.removed(self._planned, number)})
+
+    @property
+    def _planned(self) -> "PilotPlan":
+        return self.answers.pilot  # type: ignore[attr-defined]
 
     def next_stage(self) -> str:
         """Let the pilot's next stage begin; what was done, in words. Raises InstallError."""

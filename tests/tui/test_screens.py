@@ -149,6 +149,36 @@ async def test_a_pilot_is_planned_or_left_out(empty: Wizard) -> None:
         assert empty.desk.answers.pilot.skip is None
 
 
+@pytest.mark.parametrize(("plain", "language"), [(True, "en"), (False, "en"), (False, "ko")])
+async def test_a_stage_is_edited_on_80_columns(empty: Wizard, plain: bool, language: str) -> None:
+    empty.plain = plain
+    empty.set_reactive(Wizard.language, language)
+    empty.desk.amend(pilot={"stages": [{"name": "everybody", "users": ["*"], "duration": 600.0}]})
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await opened(empty, pilot, 6)
+        await until(pilot, lambda: "everybody" in seen(empty))
+        await pilot.press("ㄷ", "enter")
+        await until(pilot, lambda: isinstance(empty.screen, Form))
+        await pilot.pause(0.3)
+        assert widths(empty) == {80}
+        assert "10m" in seen(empty)
+        assert "auto" in seen(empty), "the last field"
+        assert "F5" in seen(empty)
+        assert language == "ko" or not plain or seen(empty).isascii()
+        await pilot.press("down", *["backspace"] * 3, *"soon", "f5")
+        said = "5d or 2w" if language == "en" else "5d, 2w처럼"
+        await until(pilot, lambda: "soon" in seen(empty) and said in seen(empty))
+        assert empty.desk.answers.pilot.stages[0].duration == 600
+        await pilot.press(*["backspace"] * 4, *"8h", "f5")
+        await until(pilot, lambda: not isinstance(empty.screen, Form) and "8" in seen(empty))
+        assert empty.desk.answers.pilot.stages[0].duration == 28_800
+        await pilot.press("e", "down", "enter")
+        await until(pilot, lambda: "stage-1" in seen(empty))
+        await pilot.press("e", "up", "up", "enter")
+        await until(pilot, lambda: [stage.name for stage in empty.desk.answers.pilot.stages] == ["stage-1"])
+
+
 async def test_answers_and_report_are_written_from_anywhere(
     empty: Wizard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ class Checklist(Told, Screen[None]):
         self.watch(self.app, "position", self._opens, init=False)
         self.watch(self.app, "note", self._notes)
         self.watch(self.app, "watched", self._watched)
-        await self.pane.open(self.front.position)
+        await self._opens(self.front.position)  # the state may have been read before this was mounted
 
     @property
     def pane(self) -> Pane:

@@ -22,7 +22,7 @@ class Key(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What Enter does (a Text). Empty: nothing now, and `why_not` says why."""
+    """What Enter does (a Text). Empty: nothing now, and `why_not` says why; else it may say why it is to be done."""
 
     text: str
     why_not: str = ""

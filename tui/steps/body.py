@@ -12,7 +12,7 @@ from textual.widgets import Static
 
 from appliance.service.findings import Finding
 from appliance.service.state import StepState
-from appliance.service.words import t
+from appliance.service.words import joined, t
 from tui.frame.front import Forward, Key, Told
 from tui.look import STATES
 from tui.parts.findings import Detail, Findings, meaning_of, trouble_of
@@ -172,7 +172,8 @@ class StepBody(Body):
         blocking = self.blocking()
         if blocking:
             return Forward("", self._in_the_way(blocking))
-        return Forward(self.run_words())
+        again = state.status in ("stale", "interrupted") and state.why
+        return Forward(self.run_words(), joined([STATES[state.status], state.why], ": ") if again else "")
 
     def run_words(self) -> str:
         return t("Run this step")

@@ -1,8 +1,9 @@
 """GPU: each GPU of this machine with what matters of it, and the checks."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 from textual import work
 from textual.widget import Widget
@@ -10,8 +11,13 @@ from textual.widgets import Static
 
 from appliance.service.gpu_details import GpuDetail, GpuDetails, gpu_details
 from appliance.service.words import t
+from tui.look import HEIGHT
 from tui.steps.body import StepBody
 from tui.texts import human
+
+LEAST_WIDTH = 60      # of the pane, before it has a size
+MOST_LINES = 8        # of an 80x24 screen
+MOST_PROCESSES, MOST_NAME = 3, 24
 
 
 class GpuBody(StepBody):
@@ -46,9 +52,13 @@ class GpuBody(StepBody):
         self._look()
 
     def draw_facts(self) -> None:
-        self.query_one("#gpus", Static).update(Text("\n".join(self._lines()), no_wrap=True))
+        width = self.query_one("#gpus").size.width or LEAST_WIDTH
+        self.query_one("#gpus", Static).update(Text("\n".join(self._lines(width)), no_wrap=True))
 
-    def _lines(self) -> list[str]:
+    def on_resize(self) -> None:
+        self.draw_facts()
+
+    def _lines(self, width: int) -> list[str]:
         details, machine = self.details, self.front.machine
         if details is None:
             return [self.say(t("Checking this machine ..."))]
@@ -59,16 +69,21 @@ class GpuBody(StepBody):
             return [*lines, self.say(t("No GPU was found; models would compute on the CPU."))]
         driver, cuda = details.driver or "?", details.cuda or "?"
         lines.append(self.say(t("Driver {driver}, CUDA {cuda}", driver=driver, cuda=cuda)))
-        for gpu in details.gpus[:8]:
-            lines += self._of(gpu)
+        blocks = [self._of(group, width) for group in alike(details.gpus)]
+        room = max(MOST_LINES, self.app.size.height - HEIGHT + MOST_LINES)  # the checks below need theirs
+        shown = 0
+        for block in blocks:
+            if shown and len(lines) + len(block) > room:
+                break
+            lines, shown = lines + block, shown + 1
+        if shown < len(blocks):
+            lines.append(self.say(t("and {count} more, which differ: atoll status", count=len(blocks) - shown)))
         return lines
 
-    def _of(self, gpu: GpuDetail) -> list[str]:
-        say = self.say
-        memory = human(gpu.memory_total or 0)
-        if gpu.memory_free is not None:
-            memory = say(t("{free} of {total} free", free=human(gpu.memory_free), total=human(gpu.memory_total or 0)))
-        facts = [memory, f"cc {gpu.compute_capability}"]
+    def _of(self, group: list[GpuDetail], width: int) -> list[str]:
+        """The lines of GPUs that are alike; what is measured is a range."""
+        say, gpu = self.say, group[0]
+        facts = [self._memory(group), f"cc {gpu.compute_capability}"]
         if gpu.ecc is not None:
             facts.append(say(t("ECC on") if gpu.ecc else t("ECC off")))
         if gpu.ecc_uncorrected:
@@ -77,15 +92,63 @@ class GpuBody(StepBody):
             facts.append("MIG")
         if gpu.pcie_gen and gpu.pcie_width:
             facts.append(f"PCIe {gpu.pcie_gen} x{gpu.pcie_width}")
-        if gpu.temperature is not None:
-            facts.append(f"{gpu.temperature} °C" if not self.front.plain else f"{gpu.temperature} C")
+        if degrees := _range([each.temperature for each in group]):
+            facts.append(f"{degrees} C" if self.front.plain else f"{degrees} °C")
         if gpu.power_limit:
             facts.append(say(t("up to {watts} W", watts=f"{gpu.power_limit:.0f}")))
-        lines = [f"GPU {gpu.index}  {gpu.name}", *_filled(facts, self.query_one("#gpus").size.width)]
-        for pid, name, used in gpu.processes[:3]:
-            lines.append("  " + say(t("held by {name} (pid {pid}): {size}", name=name or "?", pid=pid,
-                                      size=human(used or 0))))  # fmt: skip
+        lines = [_named(f"GPU {_indices(group)}", gpu.name, width), *_filled(facts, width)]
+        for pid, name, used in gpu.processes[:MOST_PROCESSES]:
+            lines += _filled([say(t("held by {name} (pid {pid}): {size}", name=_short(name or "?"), pid=pid,
+                                    size=human(used or 0)))], width)  # fmt: skip
+        if len(gpu.processes) > MOST_PROCESSES:
+            lines.append("  " + say(t("{count} more processes", count=len(gpu.processes) - MOST_PROCESSES)))
         return lines
+
+    def _memory(self, group: list[GpuDetail]) -> str:
+        free = [gpu.memory_free for gpu in group if gpu.memory_free is not None]
+        total = human(group[0].memory_total or 0)
+        return self.say(t("{free} of {total} free", free=human(min(free)), total=total)) if free else total
+
+
+def alike(gpus: Sequence[GpuDetail]) -> list[list[GpuDetail]]:
+    """Groups of GPUs of which only index, temperature and free memory differ. One that somebody holds stands alone."""
+    groups: dict[Hashable, list[GpuDetail]] = {}
+    for number, gpu in enumerate(gpus):
+        key: Hashable = number if gpu.processes else replace(gpu, index=None, temperature=None, memory_free=None)
+        groups.setdefault(key, []).append(gpu)
+    return list(groups.values())
+
+
+def _range(values: Sequence[int | None]) -> str:
+    """From the least to the most, as "38-44"; one number where they are the same."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    return str(known[0]) if min(known) == max(known) else f"{min(known)}-{max(known)}"
+
+
+def _indices(group: Sequence[GpuDetail]) -> str:
+    """The GPUs of a group: "0-2,4"."""
+    runs: list[list[int]] = []
+    for gpu in group:
+        if gpu.index is None:
+            continue
+        if runs and gpu.index == runs[-1][-1] + 1:
+            runs[-1].append(gpu.index)
+        else:
+            runs.append([gpu.index])
+    return ",".join(_range(run) for run in runs) or "?"
+
+
+def _named(gpu: str, name: str, width: int) -> str:
+    """The name without its vendor where there is no room for both."""
+    line = f"{gpu}  {name}"
+    return line if cell_len(line) <= width else set_cell_size(f"{gpu}  {name.removeprefix('NVIDIA ')}", width).rstrip()
+
+
+def _short(name: str) -> str:
+    """The end of a program's name tells more than its beginning, a path."""
+    return name if len(name) <= MOST_NAME else f"...{name[-MOST_NAME:]}"
 
 
 def _filled(facts: list[str], width: int) -> list[str]:
@@ -93,7 +156,7 @@ def _filled(facts: list[str], width: int) -> list[str]:
     lines = [""]
     for number, fact in enumerate(facts):
         said = fact + ("," if number + 1 < len(facts) else "")
-        if cell_len(f"{lines[-1]} {said}") + 2 > max(width, 40):
+        if lines[-1] and cell_len(f"{lines[-1]} {said}") + 1 > width:
             lines.append("")
         lines[-1] += f" {said}"
     return [f" {line}" for line in lines]

@@ -1,6 +1,7 @@
 """Pilot: users stage by stage with limits and stop conditions, figures, costs, and a person's name under it."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from appliance.service.pilot.board import PilotBoard, StageSeen
 
 LOOK_SECONDS = 2.0
+MOST_USERS = 2   # that a stage names; the rest is a number
 
 
 class PilotBody(StepBody):
@@ -32,14 +34,15 @@ class PilotBody(StepBody):
     HELP = t(
         "A pilot lets users in stage by stage. Each stage has users, a time, conditions that stop it, and goals that "
         "it must reach. If a condition trips, the users of the stage before stay and the rest are kept out.\n"
-        "P chooses a plan, or load one with an answers file. Enter starts it; it runs without this terminal.\n"
+        "P chooses a plan, or load one with an answers file. E changes its stages: who, how long, what stops them. "
+        "Enter starts it; it runs without this terminal.\n"
         "N begins the next stage where the plan leaves that to a person. X stops the pilot: all keys may use the "
         "service again. K shows what it costs.\n"
         "When all stages have passed, S puts a person's name under it. L leaves the pilot out, with a reason."
     )
     BINDINGS: ClassVar = [
-        Binding("p,ㅔ", "plan"), Binding("n,ㅜ", "next"), Binding("x,ㅌ", "stop"), Binding("s,ㄴ", "sign"),
-        Binding("k,ㅏ", "costs"), Binding("l,ㅣ", "leave_out"),
+        Binding("p,ㅔ", "plan"), Binding("e,ㄷ", "edit"), Binding("n,ㅜ", "next"), Binding("x,ㅌ", "stop"),
+        Binding("s,ㄴ", "sign"), Binding("k,ㅏ", "costs"), Binding("l,ㅣ", "leave_out"),
     ]  # fmt: skip
 
     board: "PilotBoard | None" = None
@@ -106,13 +109,14 @@ class PilotBody(StepBody):
         state = {"passed": "green", "running": "running", "missed": "failed", "stopped": "failed"}.get(
             stage.status, "open")  # fmt: skip
         marks = PLAIN_MARKS if self.front.plain else MARKS
-        users = self.say(t("everybody")) if "*" in stage.users else ", ".join(stage.users)
+        users = self.say(t("everybody")) if "*" in stage.users else ", ".join(stage.users[:MOST_USERS])
+        if len(stage.users) > MOST_USERS and "*" not in stage.users:
+            users += f" +{len(stage.users) - MOST_USERS}"
         text.append(f"{marks[state]} ", COLOURS[state]).append(f"{stage.name}  ", "bold")
         text.append(f"{self.say(stage.status_text)}  {users}  ")
         if stage.status == "running":
             share = stage.seconds / stage.duration if stage.duration else 1.0
-            text.append(bar(16, share, plain=self.front.plain) + " ")
-            text.append(f"{self.say(long_time(stage.seconds))} / ")
+            text.append(f"\n    {bar(24, share, plain=self.front.plain)} {self.say(long_time(stage.seconds))} / ")
         text.append(f"{self.say(long_time(stage.duration))}\n")
         for why in stage.why:
             text.append(f"    {self.say(why)}\n", "red")
@@ -147,7 +151,7 @@ class PilotBody(StepBody):
         if self.state is not None and self.state.status == "green":
             return found
         if self.front.following is None and not self.answers.skip and not self.answers.stages:
-            return Forward(t("Choose a plan"))
+            return Forward(t("Choose a plan"), found.why_not)
         if found.text or self.front.following is not None or self.board is None:
             return found
         if self.board.outcome == "done" and self.board.signed is None:
@@ -180,7 +184,9 @@ class PilotBody(StepBody):
         if self.state is not None and self.state.status == "green":
             return [*costs, *super().keys()]
         sign = [Key("S", t("Sign"), "sign")] if board and board.outcome and board.signed is None else []
-        return [*sign, Key("P", t("Plan"), "plan"), Key("L", t("Leave out"), "leave_out"), *costs, *super().keys()]
+        edit = [Key("E", t("Edit"), "edit")] if self._may_edit() else []
+        leave = Key("L", t("Leave out"), "leave_out")
+        return [*sign, Key("P", t("Plan"), "plan"), *edit, leave, *costs, *super().keys()]
 
     def action_costs(self) -> None:
         self.shows_costs = not self.shows_costs
@@ -201,6 +207,60 @@ class PilotBody(StepBody):
         choices = {name: text for name, (text, _) in plans.items()}
         self.app.push_screen(Pick(self.say, t("Choose a plan"), choices, about), chosen)
 
+    def _may_edit(self) -> bool:
+        """A plan that was not begun: users and stop conditions do not change below a pilot."""
+        begun = self.board is not None and self.board.open
+        done = self.state is not None and self.state.status == "green"
+        return bool(self.answers.stages) and not begun and not done and self.front.following is None
+
+    def action_edit(self) -> None:
+        if not self._may_edit():
+            return
+
+        def chosen(what: str | None) -> None:
+            if what == "add":
+                self._try(self.front.desk.add_stage)
+            elif what is not None:
+                verb, _, number = what.partition(" ")
+                if verb == "remove":
+                    self._try(partial(self.front.desk.remove_stage, int(number)))
+                else:
+                    self._edit_stage(int(number))
+
+        stages = self.answers.stages
+        choices: dict[str, str] = {
+            f"change {number}": t("Change stage {name}", name=stage.name) for number, stage in enumerate(stages)}
+        choices["add"] = t("Add a stage like the last one")
+        if len(stages) > 1:
+            choices |= {f"remove {number}": t("Remove stage {name}", name=stage.name)
+                        for number, stage in enumerate(stages)}  # fmt: skip
+        self.app.push_screen(Pick(self.say, t("Edit the plan"), choices), chosen)
+
+    def _edit_stage(self, number: int) -> None:
+        def take(values: dict[str, str]) -> str:
+            try:
+                self.front.desk.change_stage(number, values)
+            except InstallError as error:
+                return joined([error.message, error.hint], " ") if error.hint else error.message
+            return ""
+
+        fields = [Field(field.name, field.title, value, field.hint)
+                  for field, value in self.front.desk.stage_fields(number)]  # fmt: skip
+        title = t("Stage {name}", name=self.answers.stages[number].name)
+        self.app.push_screen(Form(self.say, title, fields, take), lambda values: self._edited() if values else None)
+
+    def _try(self, change: Callable[[], None]) -> None:
+        try:
+            change()
+        except InstallError as error:
+            self.front.note = error.message
+        else:
+            self._edited()
+
+    def _edited(self) -> None:
+        self.front.look_again()
+        self._look()
+
     def action_leave_out(self) -> None:
         if self.front.following is not None or (self.state is not None and self.state.status == "green"):
             return
@@ -217,8 +277,7 @@ class PilotBody(StepBody):
         except InstallError as error:
             self.front.note = error.message
             return False
-        self.front.look_again()
-        self._look()
+        self._edited()
         return True
 
     def action_next(self) -> None:

@@ -210,8 +210,8 @@ class TuneBody(StepBody):
         if self._is_turned():
             if self.seen is None or self.seen.planned is None:
                 return Forward("", t("These settings do not fit. Turn one back, or R."))
-            return Forward(t("Use these settings"))
-        return Forward(t("Run this step") if self._is_decided() else t("Measure it"))
+            return Forward(t("Use these settings"), found.why_not)
+        return Forward(t("Run this step") if self._is_decided() else t("Measure it"), found.why_not)
 
     def go(self) -> None:
         if self.state is not None and self.state.status == "green":

@@ -51,9 +51,9 @@ class PilotBoard:
 
 
 def board(layout: Layout, planned: PilotPlan) -> PilotBoard:
-    """The pilot that was started, or else `planned`. Raises InstallError."""
+    """The pilot that is running; else `planned`, or the last pilot if that is the plan. Raises InstallError."""
     state = records.read(layout) if layout.state.is_dir() else PilotState()
-    if state.plan is None:
+    if state.plan is None or (not state.open and planned.stages and planned.stages != state.plan.stages):
         state = PilotState(planned, [StageState(stage.name) for stage in planned.stages])
     assert state.plan is not None
     begun = bool(state.planned_at)

@@ -18,17 +18,19 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d|w)?")
 _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}\z")]
-User = Annotated[str, StringConstraints(pattern=r"^(\*|[0-9a-f]{8}|group:[^\x00-\x1f]{1,64})\z")]
+USER = r"^(\*|[0-9a-f]{8}|group:[^\x00-\x1f]{1,64})\z"
+User = Annotated[str, StringConstraints(pattern=USER)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 
 
-def _seconds(value: Any) -> Any:
+def seconds_of(value: Any) -> Any:
+    """"8h" -> 28800.0; what is no such text as it is."""
     found = _DURATION.fullmatch(value.strip().lower()) if isinstance(value, str) else None
     return float(found[1]) * _UNITS[found[2]] if found else value
 
 
-Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=1, le=MOST_SECONDS)]
+Duration = Annotated[float, BeforeValidator(seconds_of), Field(ge=1, le=MOST_SECONDS)]
 
 
 class _Strict(BaseModel):

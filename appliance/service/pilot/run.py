@@ -17,6 +17,7 @@ from appliance.service.dashboard.key import KEY as WATCHER_KEY
 from appliance.service.jobs.frontend import JobFrontend
 from appliance.service.jobs.process import Work
 from appliance.service.pilot import records as events
+from appliance.service.pilot.check import check, unfit
 from appliance.service.pilot.kpi import judged, measure, tripped
 from appliance.service.pilot.plan import PilotPlan, Stage
 from appliance.service.pilot.records import PilotState, Records
@@ -28,7 +29,6 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.base.messages import encode
-from installer.release import config
 from installer.service.reload import reload_gateway
 
 KEY_NAME = "atoll pilot"      # of the key that the watcher makes and removes
@@ -58,7 +58,7 @@ def run(layout: Layout, request: PilotRequest, frontend: JobFrontend) -> dict[st
     with Records(layout, "pilot") as records:
         by = request.by or str(log.operator()["user"])
         plan = _begin(records, request)
-        _check(layout, plan)
+        check(layout, plan)
         with (
             of_installation(layout, key_name=KEY_NAME, scopes=("metrics",)) as subject,
             _store(layout, plan, frontend) as store,
@@ -110,18 +110,18 @@ def advance(layout: Layout, by: str) -> str:
 
     state = events.read(layout)
     if not state.open or state.plan is None or state.current is None:
-        raise _usage(t("No pilot is running."), t("Start one: {command}", command="atoll pilot start --plan FILE"))
+        raise unfit(t("No pilot is running."), t("Start one: {command}", command="atoll pilot start --plan FILE"))
     if holder(events.lock_of(layout)) is None:
-        raise _usage(t("Nobody watches the pilot right now."),
-                     t("Continue it: {command}", command="atoll pilot start"))  # fmt: skip
+        raise unfit(t("Nobody watches the pilot right now."),
+                    t("Continue it: {command}", command="atoll pilot start"))  # fmt: skip
     stage, now = state.plan.stages[state.current], state.stages[state.current]
     left = stage.duration
     if now.start is not None:
         with contextlib.suppress(SeriesError), Series(events.series_of(layout)) as series:
             left = stage.duration - series.window(now.start, series.last_at or now.start).seconds
     if left > 0:
-        raise _usage(t("Stage {name} has {left:.0f} s left.", name=stage.name, left=left),
-                     t("Wait, or end the pilot: {command}", command="atoll pilot stop"))  # fmt: skip
+        raise unfit(t("Stage {name} has {left:.0f} s left.", name=stage.name, left=left),
+                    t("Wait, or end the pilot: {command}", command="atoll pilot stop"))  # fmt: skip
     events.ask(layout, "advance", by)
     return t("The next stage begins.")
 
@@ -137,31 +137,9 @@ def _begin(records: Records, request: PilotRequest) -> PilotPlan:
             )  # fmt: skip
         return state.plan
     if request.plan is None or not request.plan.stages:
-        raise _usage(t("There is no pilot to continue."),
-                     t("Start one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
+        raise unfit(t("There is no pilot to continue."),
+                    t("Start one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
     return request.plan
-
-
-def _check(layout: Layout, plan: PilotPlan) -> None:
-    """Before anything is changed: do the users exist, are the limits in force, are the costs numbers?"""
-    cost.assumed(plan.cost)
-    known = api_keys.usable(layout.api_keys)
-    names = {str(entry["id"]) for entry in known} | {f"group:{entry.get('group')}" for entry in known} | {"*"}
-    table = config.parse(config.read_text(layout.config) or "", layout.config,
-                         "gateway" if layout.system else "serve").get("limits", {})  # fmt: skip
-    in_force = table.get("max_in_flight_per_key", table.get("max-in-flight-per-key", 0))
-    for stage in plan.stages:
-        unknown = [user for user in stage.users if user not in names]
-        if unknown:
-            raise _usage(t("Stage {name}: there is no usable API key for {users}.", name=stage.name,
-                           users=joined(unknown)),
-                         t("Look at the keys: {command}", command="atoll apikey list"))  # fmt: skip
-        wanted = stage.max_in_flight_per_key
-        if wanted is not None and wanted != in_force:
-            raise _usage(t("Stage {name}: {wanted} requests at a time are planned for each key, {now} are allowed.",
-                           name=stage.name, wanted=wanted, now=in_force or t("any number")),
-                         t("Set max_in_flight_per_key = {wanted} in [{table}.limits] of {path}, then: atoll restart",
-                           wanted=wanted, table="gateway" if layout.system else "serve", path=layout.config))
 
 
 @contextlib.contextmanager
@@ -297,8 +275,4 @@ class _Watch:
 
 
 def nothing_installed() -> InstallError:
-    return _usage(t("Nothing is installed that a pilot could use."), t("Install first: atoll checklist run"))
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)
+    return unfit(t("Nothing is installed that a pilot could use."), t("Install first: atoll checklist run"))
