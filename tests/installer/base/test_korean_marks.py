@@ -50,8 +50,8 @@ KEPT = {
     "3 days ago",                              # as journalctl reads it
     r"satisfies the requirement torch[^ ]* \(from versions: ([^)]*)\)",  # a pattern
 }
-CONSTANTS = re.compile(r"_?(HELP|EXIT_CODES|EPILOG|INSTALL|UPGRADE|ROLLBACK|UNINSTALL|LANGUAGE_FLAG|TEMPLATE|COMMANDS|"
-                       r"GROUPS|FORMAT|HEADER|SERVER_HEADER|PROMPT|START|FIRST|SAID|REASON|ENGINE_SAYS)\Z")
+CONSTANTS = re.compile(r"_?(HELP|EXIT_CODES|EPILOG|INSTALL|UPGRADE|DRAIN|ROLLBACK|UNINSTALL|LANGUAGE_FLAG|TEMPLATE|"
+                       r"COMMANDS|GROUPS|FORMAT|HEADER|SERVER_HEADER|PROMPT|START|FIRST|SAID|REASON|ENGINE_SAYS)\Z")
 SHOWN = {  # call → positions and keywords of what it tells a person
     "InstallError": ((0,), ("why", "changed", "hint")), "BundleError": ((0, 1), ("message", "hint")),
     "say": ((0,), ()), "note": ((0,), ()), "agrees": ((0,), ()), "_usage": ((0, 1), ()), "_refused": ((0, 1, 2), ()),
