@@ -117,6 +117,8 @@ def _harmless(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
                 return True
             case ast.Dict() if below in node.keys:
                 return True
+            case ast.FunctionDef(returns=given) if given is below:
+                return True
             case ast.Raise(exc=ast.Call(func=ast.Name(id="TypeError" | "RuntimeError" | "AttributeError"))):
                 return True
     return False
