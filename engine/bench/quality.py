@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         reference = scores(args.reference or args.model, args.tokens, device=args.device)
     report.say("Reading the texts …")
     found = scores(args.model, args.tokens, device=args.device, **changed)
-    facts = {"model": args.model.name, **{name: value for name, value in changed.items() if value not in (None, "auto")}}
+    facts = {"model": args.model.name} | {name: value for name, value in changed.items() if value not in (None, "auto")}
     rows: list[report.Row] = []
     for language, score in found.items():
         row = {"bench": f"quality-{language}", **facts, "tokens": len(score.losses),

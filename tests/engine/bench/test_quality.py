@@ -1,4 +1,4 @@
-"""`python -m engine.bench quality` and `atoll bench quality`: what a quantisation costs, on texts that come with Atoll."""
+"""`atoll bench quality`: what a quantisation costs, on texts that come with Atoll."""
 
 import argparse
 import json
