@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from engine.bench import clients, guided, latency, report, workload
+from engine.bench import clients, guided, latency, quality, report, workload
 from engine.errors import AtollError
 
 _EXAMPLES = """examples:
@@ -15,6 +15,7 @@ _EXAMPLES = """examples:
   python -m engine.bench latency --model DIR                          streams' waits while long prompts arrive
   python -m engine.bench clients --model DIR                          throughput and waits under latency targets
   python -m engine.bench guided --model DIR                           what structured output costs
+  python -m engine.bench quality --model DIR --quantization int4      what a quantisation costs in quality
 """
 # In a checkout only: a medium does not carry them.
 _AUTHOR = "engine.bench.author"
@@ -33,7 +34,9 @@ of a checkout only:
 
 
 def main(argv: list[str] | None = None) -> int:
-    modules, examples = {"workload": workload, "latency": latency, "clients": clients, "guided": guided}, _EXAMPLES
+    modules = {"workload": workload, "latency": latency, "clients": clients, "guided": guided,
+               "quality": quality}
+    examples = _EXAMPLES
     if importlib.util.find_spec(_AUTHOR) is not None:
         modules |= {name: importlib.import_module(f"{_AUTHOR}.{name}") for name in _AUTHOR_COMMANDS}
         examples += _AUTHOR_EXAMPLES

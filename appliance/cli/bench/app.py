@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.bench import serve
+from appliance.cli.bench import quality, serve
 from appliance.cli.bench.view import print_comparison
 from appliance.cli.common import Json, examples, print_json, say_rows, told
 from appliance.cli.language.commands import Commands
@@ -16,6 +16,7 @@ app = Commands(
     epilog=examples("atoll bench serve --profile chat", "atoll bench compare before.json after.json"),
 )  # fmt: skip
 serve.register(app)
+quality.register(app)
 
 
 @app.command(epilog=examples("atoll bench compare before.json after.json", "atoll bench compare vllm.json atoll.json"))
