@@ -21,6 +21,7 @@ from appliance.service.desk import Desk, InstallError, Layout, MachineFacts, Per
 from appliance.service.state import State, StepState
 from appliance.service.trouble import Trouble
 from appliance.service.words import CHOSEN, t, told
+from tui import pauses
 from tui.dialogs.ask import Ask, Read
 from tui.dialogs.seat import GiveWay, TakeOver
 from tui.driver import Driver, WithoutColours
@@ -143,6 +144,7 @@ class Wizard(App[None]):
             self.action_dashboard()
         self.set_interval(FOLLOW_SECONDS, self._follow)
         self.set_interval(PLAIN_SECONDS if self.plain else 1.0, self._watch)
+        self.set_interval(pauses.IDLE_SECONDS, pauses.collect_when_quiet)
 
     def on_unmount(self) -> None:
         self.desk.close()

@@ -19,6 +19,8 @@ from textual.color import Color
 from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import LineFilter
 
+from tui.pauses import key_came
+
 # Pointer shapes, the Kitty keyboard, synchronised drawing, sizes as keys: a console may print what it does not know.
 _MODERN = ("\x1b]22;", "\x1b[>", "\x1b[<", "\x1b[?2026", "\x1b[?2048")
 _WAIT_SECONDS = 0.1
@@ -47,6 +49,7 @@ class Driver(LinuxDriver):
                     data = os.read(self.fileno, 4096)
                     if not data:
                         raise OSError
+                    key_came()
             except OSError:
                 _tell()
                 return

@@ -15,6 +15,7 @@ from tui.dialogs.form import Pick
 from tui.frame.front import Forward, Key
 from tui.look import FITS
 from tui.parts.table import Table
+from tui.pauses import keep_loaded
 from tui.steps.body import StepBody
 from tui.texts import human
 
@@ -65,6 +66,7 @@ class ModelBody(StepBody):
             found = self.front.desk.offers()
         except InstallError as error:
             problem = error
+        keep_loaded()
         self.app.call_from_thread(self._looked, found, uses(), problem)
 
     def _looked(self, found: "list[Offer]", known: dict[str, dict[str, str]], problem: InstallError | None) -> None:

@@ -18,6 +18,7 @@ from tui.parts.findings import Detail, Findings
 from tui.parts.knob import Knob
 from tui.parts.memory_bar import MemoryBar
 from tui.parts.trials import Trials
+from tui.pauses import keep_loaded
 from tui.steps.body import StepBody
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class TuneBody(StepBody):
             found = self.front.desk.boards()
         except InstallError as error:
             problem = error
+        keep_loaded()
         self.app.call_from_thread(self._looked, found, problem)
 
     def _looked(self, found: list, problem: InstallError | None) -> None:
