@@ -87,6 +87,9 @@ test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on m
 test-clients: $(VENV)/.dev  ## Clients that we did not write, each in an environment of its own, against a real service
 	@$(BIN)/python tests/clients/run.py $(CLIENTS)
 
+test-streams: $(VENV)/.dev  ## A thousand streams at once through a real gateway: none lost or mixed up, memory flat (a minute)
+	@$(BIN)/python tests/engine/server/many_streams.py
+
 SECONDS ?= 600
 fuzz: $(VENV)/.dev  ## Fuzz the HTTP edge, the parsers and the engine's socket: SECONDS=600 for each, TARGETS="http parsers ipc", SEED=1
 	@$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(TARGETS)

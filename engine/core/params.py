@@ -11,6 +11,7 @@ from engine.errors import InvalidRequestError
 MAX_LOGPROBS = 20  # OpenAI's and vLLM's bound on top_logprobs
 MAX_STOP_STRINGS = 64
 MAX_SEED = 2**63
+MIN_REPETITION_PENALTY = 1e-3  # logits divided by much less are infinite in float32
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class SamplingParams:
         in_range(self.min_p, "min_p", 0, 1)
         in_range(self.presence_penalty, "presence_penalty", -2, 2)
         in_range(self.frequency_penalty, "frequency_penalty", -2, 2)
-        in_range(self.repetition_penalty, "repetition_penalty", 0, 100, low_open=True)
+        in_range(self.repetition_penalty, "repetition_penalty", MIN_REPETITION_PENALTY, 100)
         if self.seed is not None:
             in_range(self.seed, "seed", -MAX_SEED, 2**64 - 1)
         if self.max_tokens is not None:

@@ -165,15 +165,15 @@ def _closed_by_the_server() -> Iterator[None]:
 
 def _check_stream(path: str, text: str, what: str) -> None:
     events = [event for event in text.split("\n\n") if event and not event.startswith(":")]
-    datas = [line.removeprefix("data: ") for event in events for line in event.split("\n") if line.startswith("data: ")]
+    lines = [line.removeprefix("data: ") for event in events for line in event.split("\n") if line.startswith("data: ")]
     if "responses" in path:
-        last = json.loads(datas[-1])["type"]
+        last = json.loads(lines[-1])["type"]
         if last not in ("response.completed", "response.incomplete", "response.failed", "error"):
             raise Defect(f"a stream ends with {last} for {what}")
         return
-    if not datas or datas[-1] != "[DONE]":
+    if not lines or lines[-1] != "[DONE]":
         raise Defect(f"a stream without [DONE] for {what}")
-    for data in datas[:-1]:
+    for data in lines[:-1]:
         found = json.loads(data)
         if "error" in found and found["error"]["type"] == "server_error":
             raise Defect(f"{data[:300]} in a stream for {what}")

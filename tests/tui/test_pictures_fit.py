@@ -5,7 +5,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from album import png, same
+from album import FONT_FILES, png, same
 from babel.messages.pofile import read_po
 from cells import Cell, Look
 from svg import CELL, svg
@@ -94,7 +94,12 @@ def test_hangul_covers_two_cells_wherever_it_is_drawn() -> None:
     drawn = svg([row], "x")
     placed = [(x, end, words) for _, x, end, _, words in pieces(drawn)]
     assert placed == [(0, CELL, "a"), (CELL, 5 * CELL, "한글"), (5 * CELL, 6 * CELL, "|")]
-    assert png(drawn).startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not all(file.exists() for file in FONT_FILES), reason="the fonts of the pictures are not installed")
+def test_a_picture_becomes_a_png() -> None:
+    look = Look("#ffffff", "#000000")
+    assert png(svg([[Cell(each, 1, look) for each in "a한글"]], "x")).startswith(b"\x89PNG")
 
 
 def test_a_picture_whose_numbers_alone_differ_is_kept() -> None:

@@ -95,7 +95,7 @@ def http_server(options: ServeOptions, client: EngineClient) -> "HttpServer":
     model = ServedModel.load(config.model_name, config.model, client,
                              vendor_defaults=options.generation_config == "auto", **output_settings(config))
     app = create_app(dict.fromkeys(config.served_model_name, model), auth=keys, limits=options.limits,
-                     allowed_origins=options.allowed_origins)
+                     allowed_origins=options.allowed_origins, traces_endpoint=options.otlp_traces_endpoint)
     server = make_server(app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
                          ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile)
     server.gateway = app.state.gateway

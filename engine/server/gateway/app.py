@@ -1,5 +1,6 @@
 """The gateway as one ASGI application."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ from engine.server.http.limits import Limits
 from engine.server.http.metrics import Metrics
 from engine.server.http.middleware import Authentication, RequestContext
 from engine.server.http.scopes import needs_key
+from engine.server.http.tracing import Exporter, Tracing
 from engine.server.openai import chat, completions, embeddings, models
 from engine.server.openai.responses import endpoint as responses
 from engine.server.openai.serving import Gateway, ServedModel
@@ -56,17 +58,22 @@ def create_app(
     metrics: Metrics | None = None,
     allowed_origins: Sequence[str] = (),
     broken: Mapping[str, str] | None = None,
+    traces_endpoint: str = "",
 ) -> FastAPI:
     """The application that serves `models` (every name a client may use, aliases included).
 
     With `auth` None, anyone who can connect may use it. The application's lifespan starts and closes the engines'
     clients. Browsers on other origins are refused unless listed in `allowed_origins`. `broken`: models that are
-    configured but cannot be served, and why.
+    configured but cannot be served, and why. `traces_endpoint`: where request spans are sent; "" for nowhere.
     """
     limits = limits or Limits()
     metrics = metrics or Metrics({name: model.replicas for name, model in models.items()})
     gateway = Gateway(models, limits=limits, metrics=metrics, keys=auth, version=package_version(),
                       broken=broken)
+
+    exporter = None
+    if traces_endpoint:
+        exporter = Exporter(traces_endpoint, version=gateway.version, registry=metrics.registry)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,8 +82,12 @@ def create_app(
             yield
         finally:
             await gateway.close()
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)
 
     middleware = [Middleware(RequestContext, metrics=metrics, route_of=_template_of)]
+    if exporter is not None:
+        middleware.insert(0, Middleware(Tracing, exporter=exporter))
     if allowed_origins:  # before authentication: a preflight request carries no key
         middleware.append(Middleware(
             CORSMiddleware, allow_origins=list(allowed_origins), allow_methods=["GET", "POST"], allow_headers=["*"],

@@ -152,7 +152,8 @@ def _serving(options: GatewayOptions, sockets: list[socket.socket], keys: creden
     from engine.server.gateway.main_loop import Serving
 
     certificate, key = _tls(options)
-    app = create_app(models, auth=keys, limits=options.limits, allowed_origins=options.allowed_origins, broken=broken)
+    app = create_app(models, auth=keys, limits=options.limits, allowed_origins=options.allowed_origins, broken=broken,
+                     traces_endpoint=options.otlp_traces_endpoint)
     server = make_server(
         app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
         ssl_certfile=certificate, ssl_keyfile=key)

@@ -14,6 +14,8 @@ class Work:
     output_tokens: int = 0
     first_token_at: float | None = None   # monotonic time
     between: float | None = None          # mean seconds between two tokens of a choice
+    cached_tokens: int = 0                # of the prompts
+    finish_reasons: tuple[str, ...] = ()  # of the choices that have ended, in the order of their ends
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
 from engine.embedding import finished
 from engine.errors import EngineDeadError, InvalidRequestError, QuarantinedError
-from engine.server.http.caller import Caller
+from engine.server.http.caller import Caller, Work
 from engine.server.http.documented import documented
 from engine.server.http.scopes import caller_of
 from engine.server.ipc.messages import EngineInfo
@@ -57,6 +57,7 @@ async def embeddings(request: Request) -> Response:
     vectors = Vectors(model, gateway, caller, inputs, priority=priority, cache_salt=cache_salt(body, caller, gateway),
                       at_a_time=limits.max_embeddings_at_a_time, on_end=lambda tokens: gateway.spent(caller, tokens))
     raw = await unless_disconnected(request, vectors.all())
+    caller.work = Work(model.name, total)
     reply = await gateway.off_loop(_reply, body, model, raw, total)
     return Response(reply, media_type="application/json")
 

@@ -67,6 +67,7 @@ class Generation:
         self._trackers: list[RequestTracker] = []
         self._completion_tokens = 0
         self._cached = [0] * len(prompts)
+        self._reasons: list[str] = []
         self._engines: dict[int, Replica] = {}  # by prompt: its choices share an engine and its cached prefix
 
     @property
@@ -83,6 +84,8 @@ class Generation:
         try:
             async for delta in stream:
                 self._completion_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    self._reasons.append(delta.finish_reason.value)
                 yield delta
         finally:
             self._note_longest()
@@ -103,7 +106,8 @@ class Generation:
         return Work(
             self._model.name, usage.prompt_tokens, usage.completion_tokens,
             min(firsts, default=None),
-            sum(t.last - t.first for t in self._trackers) / gaps if gaps else None)
+            sum(t.last - t.first for t in self._trackers) / gaps if gaps else None,
+            sum(self._cached), tuple(self._reasons))
 
     async def _choice(self, index: int, prompt: int, child: int) -> AsyncIterator[ChoiceDelta]:
         params, prompt_ids = self.params, self.prompts[prompt]

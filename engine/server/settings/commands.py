@@ -15,7 +15,7 @@ from engine.server.settings.flag_parser import FlagParser
 from engine.server.settings.limits import help_text, load_limits
 from engine.server.settings.options import EndpointOptions, EngineOptions, GatewayOptions, ServeOptions
 from engine.server.settings.server_file import check_gpus, engine_argv_of, gateway_argv_of
-from engine.server.settings.values import check_bounds
+from engine.server.settings.values import check_bounds, is_collector
 from engine.setting import settings_of
 
 SERVE_EXAMPLES = """\
@@ -177,3 +177,6 @@ def _check_endpoint(options: EndpointOptions) -> None:
     if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
         raise ConfigError(msg("--ssl-certfile and --ssl-keyfile belong together: one of them is missing."),
                           "--ssl-certfile")
+    if options.otlp_traces_endpoint and not is_collector(options.otlp_traces_endpoint):
+        raise ConfigError(msg("--otlp-traces-endpoint must be the URL of a collector, without a user or a query."),
+                          "--otlp-traces-endpoint", msg("For example: http://collector.lan:4318/v1/traces"))

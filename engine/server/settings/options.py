@@ -46,6 +46,9 @@ class EndpointOptions(LogOptions):
         at_least=0)
     access_log: bool = setting(
         True, "no log line for each HTTP request", group=_LOGGING, flags=("--disable-access-log",), const=False)
+    otlp_traces_endpoint: str = setting(
+        "", "an OpenTelemetry collector that gets spans of requests, by OTLP/HTTP: http://host:4318/v1/traces or "
+        "unix:///run/collector.sock (none)", group=_LOGGING, metavar="URL")
     limits: Limits = field(default_factory=Limits)
 
 

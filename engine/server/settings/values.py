@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from engine.errors import ConfigError
 from engine.message import msg
@@ -107,3 +108,17 @@ def within(value: float, declared: Setting) -> bool:
     return ((declared.above is None or value > declared.above)
             and (declared.at_least is None or value >= declared.at_least)
             and (declared.at_most is None or value <= declared.at_most))
+
+
+def is_collector(endpoint: str) -> bool:
+    """Whether spans can be sent there: http(s)://host[:port][/path] or unix:///path, and no user, query or fragment."""
+    try:
+        url = urlsplit(endpoint)
+        _ = url.port
+    except ValueError:
+        return False
+    if url.query or url.fragment or "@" in url.netloc or not endpoint.isprintable() or " " in endpoint:
+        return False
+    if url.scheme == "unix":
+        return not url.netloc and len(url.path) > 1
+    return url.scheme in ("http", "https") and bool(url.hostname)

@@ -26,8 +26,9 @@ from engine.server.openai.serving import Gateway, ServedModel
 class RunningServer:
     """A gateway under uvicorn in a thread of this process, so that a test can look at its insides."""
 
-    def __init__(self, models: dict[str, ServedModel], *, limits: Limits, auth: KeyFile | None = None) -> None:
-        self.app = create_app(models, limits=limits, auth=auth)
+    def __init__(self, models: dict[str, ServedModel], *, limits: Limits, auth: KeyFile | None = None,
+                 traces_endpoint: str = "") -> None:
+        self.app = create_app(models, limits=limits, auth=auth, traces_endpoint=traces_endpoint)
         self.gateway: Gateway = self.app.state.gateway
         self.client = next(iter(models.values())).client
         config = uvicorn.Config(

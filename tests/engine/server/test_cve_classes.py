@@ -356,7 +356,7 @@ def test_an_engine_opens_no_network_socket(tiny_llama_dir: Callable[..., Path], 
 def test_every_sampling_field_together(tiny_server: RunningServer) -> None:
     fields = {
         "n": 3, "temperature": 1.3, "top_p": 0.7, "top_k": 9, "min_p": 0.05, "presence_penalty": 2,
-        "frequency_penalty": -2, "repetition_penalty": 1.7, "seed": -1, "stop": ["zz"], "stop_token_ids": [7],
+        "frequency_penalty": -2, "repetition_penalty": 0.001, "seed": -1, "stop": ["zz"], "stop_token_ids": [7],
         "ignore_eos": True, "min_tokens": 5, "max_tokens": 9, "logit_bias": {"5": -100, "319": 100},
         "prompt_logprobs": 20, "logprobs": 20, "echo": True, "return_token_ids": True}
     reply = post(tiny_server, TEXT, prompt=[[5, 6, 7], [8, 9]], **fields)

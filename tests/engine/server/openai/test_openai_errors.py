@@ -97,7 +97,7 @@ CHAT_TABLE: list[tuple[dict, str | None]] = [
     ({"temperature": -0.1}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"temperature": HUGE}, "temperature"),
     ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": HUGE}, "top_k"),
     ({"min_p": 2}, "min_p"), ({"presence_penalty": 3}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"), ({"seed": HUGE}, "seed"), ({"seed": 0.5}, "seed"),
+    ({"repetition_penalty": 0}, "repetition_penalty"), ({"repetition_penalty": 5e-324}, "repetition_penalty"), ({"seed": HUGE}, "seed"), ({"seed": 0.5}, "seed"),
     ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -5}, "max_tokens"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"min_tokens": -1}, "min_tokens"), ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
     ({"stop": ""}, "stop"), ({"stop": [""]}, "stop"), ({"stop": [3]}, "stop.0"), ({"stop": ["a"] * 65}, "stop"),
