@@ -31,9 +31,9 @@ def model_names(path: Path) -> list[str]:
     models = _table(read_toml(path), "models", path)
     for name, table in models.items():
         if not _INSTANCE.fullmatch(name) or not isinstance(table, dict):
-            raise ConfigError(msg("{path}: [models.{name}] is no model's table.", path=path, name=name[:80]),
-                              "--config",
-                              msg("Names have 1 to 63 of a-z 0-9 . _ -, beginning with a letter or a digit."))
+            raise ConfigError(msg("{path}: [models.{name}] does not name a model.", path=path, name=name[:80]),
+                              "--config", msg("A name has 1 to 63 of the characters a-z 0-9 . _ - and begins with a "
+                                              "letter or a digit."))
     return list(models)
 
 
@@ -48,7 +48,7 @@ def engine_argv_of(name: str, path: Path) -> list[str]:
     inherited = _inherited(content["models"], name, first, path) if REPLICA_OF in own else {}
     merged = {"served-model-name": first, **_keys(_table(content, "engine", path)), **inherited, **own}
     if not merged.get("model"):
-        raise ConfigError(msg("{path}: [models.{name}] does not say its model, the directory of the weights.",
+        raise ConfigError(msg("{path}: [models.{name}] lacks 'model', the directory of the weights.",
                               path=path, name=name), "--model")
     return table_argv(merged, f"{path}, [models.{name}]")
 
