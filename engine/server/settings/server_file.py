@@ -58,7 +58,7 @@ def _inherited(models: dict[str, Any], name: str, first: str, path: Path) -> dic
     table, own = _keys(models.get(first, {})), _keys(models[name])
     if first == name or not table or REPLICA_OF in table:
         raise ConfigError(msg("{path}: [models.{name}] is a replica of {first}, which is no model of its own.",
-                              path=path, name=name, first=first[:80]), f"--{REPLICA_OF}")
+                              path=path, name=name, first=first[:80]), "--" + REPLICA_OF)
     for key in ("model", "served-model-name"):
         if key in own:
             raise ConfigError(msg("{path}: [models.{name}] is a replica, so its {key} is that of [models.{first}].",

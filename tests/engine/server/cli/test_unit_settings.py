@@ -98,8 +98,8 @@ def test_the_gateway_knows_the_same_names(settings: Path):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("[models.Chat]\nmodel = '/m'", "Names have"),
-    ("[models]\nchat = 1", "Names have"),
+    ("[models.Chat]\nmodel = '/m'", "A name has"),
+    ("[models]\nchat = 1", "A name has"),
     ("models = 3", "must be a table"),
     ("[models.chat]\n", "lacks 'model'"),
     ("[models.chat]\nmodel = '/m'\nno-such = 1", "Unknown flag --no-such"),
