@@ -62,7 +62,7 @@ def _inherited(models: dict[str, Any], name: str, first: str, path: Path) -> dic
     for key in ("model", "served-model-name"):
         if key in own:
             raise ConfigError(msg("{path}: [models.{name}] is a replica, so its {key} is that of [models.{first}].",
-                                  path=path, name=name, key=key, first=first), f"--{key}",
+                                  path=path, name=name, key=key, first=first), "--" + key,
                               msg("Remove that line."))
     return {key: value for key, value in table.items() if key != "gpus"}
 
