@@ -50,8 +50,8 @@ def examine(tally: Tally) -> Machine | int:
     except RuntimeError as error:
         return tally.no_gpu(
             msg("No GPU can be used: {why}", why=_sentence(error)),
-            msg("See whether nvidia-smi lists the GPU; this PyTorch needs a driver for CUDA {cuda}. A variable "
-                "CUDA_VISIBLE_DEVICES hides GPUs.", cuda=cuda),
+            msg("Check whether nvidia-smi lists the GPU; this PyTorch needs a driver for CUDA {cuda}. The variable "
+                "CUDA_VISIBLE_DEVICES can hide GPUs.", cuda=cuda),
         )
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
@@ -66,7 +66,7 @@ def examine(tally: Tally) -> Machine | int:
         )
     tally.fact("Triton", metadata.version("triton"))
     fp8 = capability >= FP8_COMPUTE_CAPABILITY
-    tally.fact("fp8", msg("yes") if fp8 else msg("weights only: units for it need compute capability 8.9"))
+    tally.fact("fp8", msg("yes") if fp8 else msg("weights only: fp8 arithmetic needs compute capability 8.9"))
     free, total = torch.cuda.mem_get_info(device)
     shown = msg("{free} of {total} GiB", free=f"{free / GIB:.1f}", total=f"{total / GIB:.1f}")
     tally.fact(msg("free memory"), shown, free)

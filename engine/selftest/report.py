@@ -36,8 +36,8 @@ _NEXT: dict[Fault, str] = {
         "$TMPDIR: both must be writable. If they are, report the output of 'atoll doctor --json'."
     ),
     "memory": msg(
-        "Stop what else uses the GPU (nvidia-smi lists it; 'atoll stop' stops an installed service), then run it "
-        "again."
+        "Stop other programs that use the GPU (nvidia-smi lists them; 'atoll stop' stops an installed service), then "
+        "run the test again."
     ),
     "lost": msg(
         "Run it again. If it happens again, look for 'Xid' in the kernel's log (dmesg), and restart the machine or "
@@ -54,7 +54,7 @@ def _failures(worst: Fault, **counts: Any) -> str:
     match worst:
         case "wrong":
             return msg(
-                "{failed} of {total} checks failed: {names} computed something other than plain arithmetic does.",
+                "{failed} of {total} checks failed: {names} computed wrong results.",
                 **counts,
             )
         case "error":
@@ -107,7 +107,7 @@ class Tally:
         seconds = self.watch.parts["waiting"]
         line = {
             "kind": "fact", "name": msg("compilation"), "number": round(seconds, 2),
-            "value": msg("{seconds} s of waiting (none when kernels are at hand)", seconds=f"{seconds:.1f}"),
+            "value": msg("{seconds} s of waiting (none if all kernels are cached)", seconds=f"{seconds:.1f}"),
         }  # fmt: skip
         if work is not None:
             since = {when: round(work[when] - self.watch.began, 2) for when in ("ready", "done")}

@@ -312,7 +312,7 @@ def choose_device(config: EngineConfig) -> torch.device:
                 "{gpu_memory_utilization} asks for {wanted} GiB.", name=name, free=f"{free / GIB:.1f}",
                 total=f"{total / GIB:.1f}", gpu_memory_utilization=config.gpu_memory_utilization,
                 wanted=f"{wanted / GIB:.1f}"), "--gpu-memory-utilization",
-            msg("Stop what else uses the GPU (nvidia-smi lists it), or use at most {free}.",
+            msg("Stop other programs that use the GPU (nvidia-smi lists them), or use at most {free}.",
                 free=int(free / total * 99) / 100),
         )  # fmt: skip
     return device

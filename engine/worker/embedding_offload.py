@@ -83,7 +83,7 @@ def lock_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> 
             msg("The per-layer embeddings ({size}) fit nowhere: host memory cannot be locked for the GPU ({reason}), "
                 "and {free} of the {total} on {device} are free.", size=gib(size), reason=reason, free=gib(free),
                 total=gib(total), device=device), FLAG,
-            msg("Free memory on the GPU, or have the driver's fault looked at (atoll doctor)."),
+            msg("Free memory on the GPU, or find the driver's fault with atoll doctor."),
         ) from None  # fmt: skip
 
 

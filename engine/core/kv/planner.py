@@ -269,7 +269,7 @@ def _nothing_fits(budget: MemoryBudget, spec: CacheSpec, seqs: int) -> OutOfMemo
     least = spec.slabs_for(1, 1) * spec.slab_bytes + spec.fixed_bytes
     if budget.kv_limit is not None and budget.kv_limit < min(budget.left, least):
         return OutOfMemoryPlanError(
-            msg("--kv-cache-memory-bytes {kv_limit} holds not even one token: at least {least} are needed.",
+            msg("--kv-cache-memory-bytes {kv_limit} is too small for a single token: at least {least} are needed.",
                 kv_limit=budget.kv_limit, least=least),
             "--kv-cache-memory-bytes",
             msg("Raise it, or leave it out."),

@@ -37,7 +37,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     try:
         pages = _Pages(count * dtype.itemsize)
     except OSError as error:
-        raise HostMemoryError(msg("the system gives no memory ({strerror})", strerror=reason(error))) from None
+        raise HostMemoryError(msg("the system refused memory ({strerror})", strerror=reason(error))) from None
     flat = torch.frombuffer(pages, dtype=dtype, count=count)  # keeps `pages` alive
     _alive[flat.data_ptr()] = pages
     return flat.view(shape)

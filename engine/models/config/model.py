@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size; ModelError names the file and the reason."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelError(msg("{path} is larger than {max_json_bytes} MiB; this is no model configuration.",
+            raise ModelError(msg("{path} is larger than {max_json_bytes} MiB; this is not a model configuration.",
                                  path=path, max_json_bytes=_MAX_JSON_BYTES >> 20))
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -106,7 +106,7 @@ def _read_fp8(raw: Mapping[str, Any]) -> Rule:
 
 def _block(value: Any, where: str) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(_is_size(n) for n in value):
-        raise unreadable(where, msg("{value} is no size of a block", value=f"{value!r:.60}"))
+        raise unreadable(where, msg("{value} is not a block size", value=f"{value!r:.60}"))
     return value[0], value[1]
 
 
@@ -300,7 +300,7 @@ def _check_pattern(pattern: str, is_pattern: bool) -> None:
         if is_pattern:
             re.compile(pattern)
     except re.error:
-        raise unreadable("quantization_config", msg("{pattern} is no regular expression",
+        raise unreadable("quantization_config", msg("{pattern} is not a regular expression",
                                                     pattern=f"{pattern!r:.60}")) from None
 
 

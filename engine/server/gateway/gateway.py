@@ -140,7 +140,7 @@ def _refuse_exposure(options: GatewayOptions, sockets: list[socket.socket]) -> N
     for sock in sockets:
         if missing and not is_local(sock):
             raise ConfigError(
-                msg("{sock} can be reached by other machines, which takes TLS and "
+                msg("{sock} can be reached by other machines, which requires TLS and "
                     "API keys: {missing} missing.", sock=url_of(sock, tls=False).partition("://")[2],
                     missing=joined(missing)), "--host", msg("Listen on 127.0.0.1, or give both."))
 

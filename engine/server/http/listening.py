@@ -29,7 +29,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(msg("Cannot listen on {host}:{port}: {strerror}.", host=host, port=port,
                               strerror=reason(error)), "--port",
-                          msg("Choose another with --port, or stop what uses it.")) from None
+                          msg("Choose another port with --port, or stop the program that uses this one.")) from None
     listener.setblocking(False)
     return listener
 
@@ -65,10 +65,10 @@ def inherited_sockets() -> list[socket.socket]:
             sock = socket.socket(fileno=fd)
             listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         except OSError as error:
-            raise ConfigError(msg("Descriptor {fd}, which systemd passed, is no socket: {strerror}.", fd=fd,
+            raise ConfigError(msg("Descriptor {fd}, which systemd passed, is not a socket: {strerror}.", fd=fd,
                                   strerror=reason(error))) from None
         if not listens or sock.type != socket.SOCK_STREAM:
-            raise ConfigError(msg("Descriptor {fd}, which systemd passed, is no listening stream socket.", fd=fd),
+            raise ConfigError(msg("Descriptor {fd}, which systemd passed, is not a listening stream socket.", fd=fd),
                               hint=msg("The socket unit needs ListenStream= and Accept=no."))
         sock.setblocking(False)
         sockets.append(sock)

@@ -159,7 +159,7 @@ def _remove_dead_socket(path: Path) -> None:
                 return
             if error.errno == errno.ENOENT:
                 return
-            raise ConfigError(msg("The socket {path} cannot be tried: {error}.", path=path, error=reason(error)),
+            raise ConfigError(msg("Cannot connect to the socket {path}: {error}.", path=path, error=reason(error)),
                               "--uds") from None
     raise ConfigError(
         msg("Another process already serves on {path}.", path=path),

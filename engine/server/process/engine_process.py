@@ -340,7 +340,7 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
             return _status_of(error)
         except Exception as error:
             log.exception("the engine cannot go on", extra=log_fields(error))
-            defect = msg("The engine met a defect: {kind}.", kind=type(error).__name__)
+            defect = msg("The engine failed with an internal error: {kind}.", kind=type(error).__name__)
             service.farewell(defect, msg("Its log holds the traceback."), patience=patience)
             return 1
     server.close()

@@ -139,7 +139,7 @@ def parse_gateway(argv: Sequence[str]) -> GatewayOptions:
 
     given, _ = parser.parse(argv, from_file, environment="ATOLL_GATEWAY_")
     if "model" in given:
-        raise ConfigError(msg("Unexpected argument {model}: models stand in the file of --config.",
+        raise ConfigError(msg("Unexpected argument {model}: the file of --config names the models.",
                               model=f"{given['model']!r}"))
     options = GatewayOptions(**given)
     if options.publish is None:
@@ -157,7 +157,7 @@ def _fields_of(cls: type, given: dict[str, Any]) -> dict[str, Any]:
 def _engine_config(given: dict[str, Any]) -> EngineConfig:
     model = given.get("model")
     if not model:
-        raise ConfigError(msg("No model directory was given, neither first nor with --model."), "--model",
+        raise ConfigError(msg("No model directory was given, neither as first argument nor with --model."), "--model",
                           msg("For example: atoll serve ./my-model"))
     if (tokenizer := given.get("tokenizer")) and Path(tokenizer).resolve() != Path(model).resolve():
         raise ConfigError(msg("--tokenizer is refused: the tokenizer comes from the model directory."), "--tokenizer")

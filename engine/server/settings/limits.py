@@ -34,7 +34,7 @@ def load_limits(path: Path | None, parent: str) -> Limits:
         if name not in FIELDS:
             raise _no_such_limit(place, name)
         if name in values:
-            raise ConfigError(msg("{place}: {key} is there twice, with a dash and with an underscore.", place=place,
+            raise ConfigError(msg("{place}: {key} is given twice, with a dash and with an underscore.", place=place,
                                   key=key), "--config")
         values[name], places[name] = value, place
     for variable in _environment():

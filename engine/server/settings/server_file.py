@@ -31,9 +31,9 @@ def model_names(path: Path) -> list[str]:
     models = _table(read_toml(path), "models", path)
     for name, table in models.items():
         if not _INSTANCE.fullmatch(name) or not isinstance(table, dict):
-            raise ConfigError(msg("{path}: [models.{name}] is no model's table.", path=path, name=name[:80]),
-                              "--config",
-                              msg("Names have 1 to 63 of a-z 0-9 . _ -, beginning with a letter or a digit."))
+            raise ConfigError(msg("{path}: [models.{name}] does not name a model.", path=path, name=name[:80]),
+                              "--config", msg("A name has 1 to 63 of the characters a-z 0-9 . _ - and begins with a "
+                                              "letter or a digit."))
     return list(models)
 
 
@@ -48,7 +48,7 @@ def engine_argv_of(name: str, path: Path) -> list[str]:
     inherited = _inherited(content["models"], name, first, path) if REPLICA_OF in own else {}
     merged = {"served-model-name": first, **_keys(_table(content, "engine", path)), **inherited, **own}
     if not merged.get("model"):
-        raise ConfigError(msg("{path}: [models.{name}] does not say its model, the directory of the weights.",
+        raise ConfigError(msg("{path}: [models.{name}] lacks 'model', the directory of the weights.",
                               path=path, name=name), "--model")
     return table_argv(merged, f"{path}, [models.{name}]")
 
@@ -58,11 +58,11 @@ def _inherited(models: dict[str, Any], name: str, first: str, path: Path) -> dic
     table, own = _keys(models.get(first, {})), _keys(models[name])
     if first == name or not table or REPLICA_OF in table:
         raise ConfigError(msg("{path}: [models.{name}] is a replica of {first}, which is no model of its own.",
-                              path=path, name=name, first=first[:80]), f"--{REPLICA_OF}")
+                              path=path, name=name, first=first[:80]), "--" + REPLICA_OF)
     for key in ("model", "served-model-name"):
         if key in own:
             raise ConfigError(msg("{path}: [models.{name}] is a replica, so its {key} is that of [models.{first}].",
-                                  path=path, name=name, key=key, first=first), f"--{key}",
+                                  path=path, name=name, key=key, first=first), "--" + key,
                               msg("Remove that line."))
     return {key: value for key, value in table.items() if key != "gpus"}
 

@@ -69,7 +69,7 @@ def test_the_refusal_names_the_flag_that_limits():
         plan(max_model_len=40960, kv_limit=GIB)
     with pytest.raises(OutOfMemoryPlanError, match="raise --gpu-memory-utilization"):
         plan(usable_gib=19.0, max_model_len=40960)
-    with pytest.raises(OutOfMemoryPlanError, match="not even one token"):
+    with pytest.raises(OutOfMemoryPlanError, match="too small for a single token"):
         plan(kv_limit=1000)
 
 

@@ -142,11 +142,11 @@ def test_asked_for_but_impossible_is_refused_with_the_numbers_and_what_to_do(mac
     machine.left = 64 * GIB
 
     def nothing(*_):
-        raise HostMemoryError("the system gives no memory (Cannot allocate memory)")
+        raise HostMemoryError("the system refused memory (Cannot allocate memory)")
 
     monkeypatch.setattr(host_memory, "empty", nothing)
     assert not host_bytes(kept(model_dir))
-    with pytest.raises(ConfigError, match="the system gives no memory"):
+    with pytest.raises(ConfigError, match="the system refused memory"):
         kept(model_dir, "host")
 
 

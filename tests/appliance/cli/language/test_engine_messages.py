@@ -126,7 +126,7 @@ def test_what_only_the_engine_finds_out_is_logged_in_english_and_then_told(tmp_p
     assert last.endswith("값을 올리거나 옵션을 빼십시오.")
     into_a_file = atoll(KOREAN, *words)
     for said in (korean, into_a_file.stderr):
-        assert "The engine could not start: --kv-cache-memory-bytes 1 holds not even one token" in said
+        assert "The engine could not start: --kv-cache-memory-bytes 1 is too small for a single token" in said
     assert (into_a_file.returncode, "atoll serve:" in into_a_file.stderr) == (2, False)
 
 
@@ -134,7 +134,7 @@ def test_what_was_logged_is_not_said_twice(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "model")
     status, seen = on_a_terminal(
         ENGLISH, "serve", str(tmp_path / "model"), "--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", "1")
-    assert (status, "atoll serve:" in seen, "holds not even one token" in seen) == (2, False, True)
+    assert (status, "atoll serve:" in seen, "is too small for a single token" in seen) == (2, False, True)
 
 
 # -- the errors

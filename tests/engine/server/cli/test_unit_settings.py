@@ -98,10 +98,10 @@ def test_the_gateway_knows_the_same_names(settings: Path):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("[models.Chat]\nmodel = '/m'", "Names have"),
-    ("[models]\nchat = 1", "Names have"),
+    ("[models.Chat]\nmodel = '/m'", "A name has"),
+    ("[models]\nchat = 1", "A name has"),
     ("models = 3", "must be a table"),
-    ("[models.chat]\n", "does not say its model"),
+    ("[models.chat]\n", "lacks 'model'"),
     ("[models.chat]\nmodel = '/m'\nno-such = 1", "Unknown flag --no-such"),
     ("[models.chat]\nmodel = '/m'\nmax-model-len = {}", "must be a string"),
     ("[models.other]\nmodel = '/m'", "has no \\[models.chat\\]"),
@@ -174,9 +174,9 @@ def test_sockets_come_from_systemd_and_are_meant_for_us_alone():
 
 def test_a_descriptor_that_is_no_listening_socket_is_refused(tmp_path: Path):
     with (tmp_path / "f").open("w") as file:
-        assert "is no socket" in str(inherit(file.fileno()))
+        assert "is not a socket" in str(inherit(file.fileno()))
     with socket.socket() as sock:
-        assert "no listening stream socket" in str(inherit(sock.fileno()))
+        assert "not a listening stream socket" in str(inherit(sock.fileno()))
 
 
 def test_who_can_reach_a_socket(tmp_path: Path):

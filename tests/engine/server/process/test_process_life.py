@@ -53,7 +53,7 @@ async def test_kill_9_fails_what_runs_and_the_client_finds_the_next_engine(
 
 @pytest.mark.parametrize("flags, status, words", [
     (["--max-model-len=100000"], 2, "--max-model-len"),
-    (["--max-model-len=512", "--kv-cache-memory-bytes=1k"], 2, "holds not even one token"),
+    (["--max-model-len=512", "--kv-cache-memory-bytes=1k"], 2, "is too small for a single token"),
     (["--uds=/nonexistent/s"], 2, "/nonexistent"),
     (["--allow-user=no-such-user"], 2, "no-such-user"),
 ])

@@ -119,7 +119,7 @@ def test_the_environment_wins_and_sizes_have_units(file: Write, monkeypatch: pyt
     ("max-inflight = 3", "there is no limit 'max_inflight'. Did you mean max-in-flight?"),
     ("anything = 3", "there is no limit 'anything'"),
     ("max-body-bytes = '128M'", "max-discarded-bytes must be at least max-body-bytes"),
-    ("max-in-flight = 2\nmax_in_flight = 2", "is there twice"),
+    ("max-in-flight = 2\nmax_in_flight = 2", "is given twice"),
 ])  # fmt: skip
 @pytest.mark.parametrize("program", ["gateway", "serve"])
 def test_a_bad_value_is_refused_with_file_line_and_key(
