@@ -31,7 +31,7 @@ from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels.gemm import cpu_format
 from engine.kernels.gemm.scaled import has_fp8_units
-from engine.kernels.runtime import compile_pool, warm_cache_hint
+from engine.kernels.runtime import compile_pool, prebuilt, warm_cache_hint
 from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.batch_invariant import make_batch_invariant
@@ -106,7 +106,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if gpu is not None:
         keep_tables(model, config, device)
         check_weights_fit(model, config, gpu)
-        if not warm_cache_hint.found(*_deciding(config, model_config, gpu)):
+        came = prebuilt.of_model(model_config.raw, torch.cuda.get_device_capability(gpu.device))
+        if not came and not warm_cache_hint.found(*_deciding(config, model_config, gpu)):
             compile_pool.start_early()  # so that it is ready when the weights have been loaded
         compile_pool.load_here()
     with torch.inference_mode():
