@@ -152,10 +152,14 @@ _recorded_for: Target | None = None
 def recording(target: Target | None = None) -> Iterator[set[Job]]:
     """Inside this context kernels are recorded instead of launched, to find out what a step needs without running it.
 
-    With `target` they are recorded for that GPU, which need not be present; tensors may be on the CPU.
+    With `target` they are recorded for that GPU, which need not be present; tensors may be on the CPU. A recording
+    inside another one adds to it.
     """
     global _recorded, _recorded_for
-    assert _recorded is None, "recordings do not nest"
+    if _recorded is not None:
+        assert target is None, "the outer recording names the GPU"
+        yield _recorded
+        return
     _recorded, _recorded_for = set(), target
     try:
         yield _recorded
