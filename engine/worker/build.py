@@ -31,7 +31,7 @@ from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels.gemm import cpu_format
 from engine.kernels.gemm.scaled import has_fp8_units
-from engine.kernels.runtime import compile_pool, warm_cache_hint
+from engine.kernels.runtime import compile_pool, prebuilt, warm_cache_hint
 from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.batch_invariant import make_batch_invariant
@@ -79,34 +79,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     """
     device = choose_device(config)
     model_config = ModelConfig.load(config.model)
-    build = model_class(model_config)
-    dtype = resolve_dtype(config, model_config)
-    check_capabilities(config, device.type)
-    max_len_wanted = wanted_context(config, model_config)
-
-    torch.set_default_dtype(dtype)
-    try:
-        model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    dtype, max_len_wanted = resolve_dtype(config, model_config), wanted_context(config, model_config)
     compute = cpu_format.compute_dtype(dtype) if device.type == "cpu" else dtype
-    if device.type == "cpu" and compute == torch.float32:
-        compute_in(model, compute)
-    model.set_state_dtype(config.mamba_ssm_cache_dtype, device.type)
-    tensors = None if config.load_format == "dummy" else check_checkpoint(config.model)
-    stored = use_stored_formats(model, model_config, config.model, tensors)
-    if tensors is not None:
-        use_kv_scales(model, tensors, is_fp8=config.kv_cache_dtype.startswith("fp8"))
-    if config.quantization is not None:
-        quantize(model, config.quantization, None if stored is None else stored.method, device)
-    if config.batch_invariant:
-        fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8") or stays_fp8(model)
-        make_batch_invariant(model, fp8=fp8, fp8_units=device.type != "cuda" or has_fp8_units(device))
+    model = empty_model(config, model_config, device)
     gpu = GpuMemory.now(device) if device.type == "cuda" else None
     if gpu is not None:
         keep_tables(model, config, device)
         check_weights_fit(model, config, gpu)
-        if not warm_cache_hint.found(*_deciding(config, model_config, gpu)):
+        came = prebuilt.of_model(model_config.raw, torch.cuda.get_device_capability(gpu.device))
+        if not came and not warm_cache_hint.found(*_deciding(config, model_config, gpu)):
             compile_pool.start_early()  # so that it is ready when the weights have been loaded
         compile_pool.load_here()
     with torch.inference_mode():
@@ -183,6 +164,34 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 def _cpu_format(config: EngineConfig, dtype: torch.dtype, compute: torch.dtype) -> str:
     text = cpu_format.describe(dtype, compute)
     return f"{config.quantization} of {text}" if config.quantization in ONLINE_INTEGERS else text
+
+
+def empty_model(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> CausalLM:
+    """The model with every layer in its format for `device`, before it has weights. Raises ModelError, ConfigError."""
+    build = model_class(model_config)
+    dtype = resolve_dtype(config, model_config)
+    check_capabilities(config, device.type)
+    max_len_wanted = wanted_context(config, model_config)
+
+    torch.set_default_dtype(dtype)
+    try:
+        model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    compute = cpu_format.compute_dtype(dtype) if device.type == "cpu" else dtype
+    if device.type == "cpu" and compute == torch.float32:
+        compute_in(model, compute)
+    model.set_state_dtype(config.mamba_ssm_cache_dtype, device.type)
+    tensors = None if config.load_format == "dummy" else check_checkpoint(config.model)
+    stored = use_stored_formats(model, model_config, config.model, tensors)
+    if tensors is not None:
+        use_kv_scales(model, tensors, is_fp8=config.kv_cache_dtype.startswith("fp8"))
+    if config.quantization is not None:
+        quantize(model, config.quantization, None if stored is None else stored.method, device)
+    if config.batch_invariant:
+        fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8") or stays_fp8(model)
+        make_batch_invariant(model, fp8=fp8, fp8_units=device.type != "cuda" or has_fp8_units(device))
+    return model
 
 
 def _grammars(config: EngineConfig, model_config: ModelConfig) -> GrammarCompiler | None:

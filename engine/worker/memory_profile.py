@@ -17,12 +17,13 @@ import torch
 from engine.core.batch import RowInit, ScheduledSeq, StepPlan
 from engine.core.kv.spec import CacheSpec
 from engine.core.params import MAX_LOGPROBS, SamplingParams
+from engine.kernels.runtime.launcher import Job
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.cuda_graphs import DecodeGraphs, Graphs, Key, MixedGraphs, graph_sizes
 from engine.worker.device_runner import DeviceRunner
 from engine.worker.memory import StepNeeds
-from engine.worker.warmup import compile_steps
+from engine.worker.warmup import compile_steps, needed_kernels
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
 _GRANULE = 2 << 20      # the driver's allocation unit: part of a measured need may fit into a unit allocated earlier
@@ -45,21 +46,10 @@ def measure_steps(
     Raises torch.OutOfMemoryError if a step does not fit beside the weights.
     """
     count = min(max_num_seqs, max_num_tokens)
-    lengths = _lengths(max_num_tokens, count, model.max_model_len - 1)
-    longest = max(lengths)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
-    runner = DeviceRunner(
-        model, spec, num_rows=max_num_seqs + 1, max_model_len=longest + 2, max_num_tokens=max_num_tokens,
-        device=device,
-    )  # fmt: skip
-    cache = Cache(spec, 1, kv_dtype, device)
-    runner.bind_cache(cache)
-    # Steps with few sequences use other kernels. If a step has no more tokens than sequences, the largest step is a
-    # decode step.
-    small = [[2]] if longest > 1 else [[2], [2, *[1] * (count - 2)]]
-    steps = [*_largest_steps(lengths), *(_largest_steps(prompts)[0] for prompts in small)]
-    compile_steps(runner, count, (plan for plan in steps if plan.num_tokens > len(plan.seqs)))
+    runner, cache, steps = _prepared(model, spec, kv_dtype, max_num_tokens, max_num_seqs, device)
+    compile_steps(runner, count, _mixed(steps))
     torch.cuda.empty_cache()
     ours = torch.cuda.memory_allocated(device) - before
     buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_tables.nbytes
@@ -88,6 +78,40 @@ def measure_steps(
     del runner, cache
     torch.cuda.empty_cache()
     return StepNeeds(peak - reserved - stays, for_graphs, buffers, in_use)
+
+
+@torch.inference_mode()
+def kernels_of_a_start(
+    model: CausalLM, spec: CacheSpec, kv_dtype: torch.dtype, max_num_tokens: int, max_num_seqs: int,
+    device: torch.device,
+) -> set[Job]:  # fmt: skip
+    """What `measure_steps` compiles, and with it whatever a start runs. No weight is read and no kernel is launched."""
+    runner, _, steps = _prepared(model, spec, kv_dtype, max_num_tokens, max_num_seqs, device)
+    return needed_kernels(runner, min(max_num_seqs, max_num_tokens), _mixed(steps))
+
+
+def _prepared(
+    model: CausalLM, spec: CacheSpec, kv_dtype: torch.dtype, max_num_tokens: int, max_num_seqs: int,
+    device: torch.device,
+) -> tuple[DeviceRunner, Cache, list[StepPlan]]:  # fmt: skip
+    """A runner with the real number of rows and one page, and the steps that need most."""
+    count = min(max_num_seqs, max_num_tokens)
+    lengths = _lengths(max_num_tokens, count, model.max_model_len - 1)
+    longest = max(lengths)
+    runner = DeviceRunner(
+        model, spec, num_rows=max_num_seqs + 1, max_model_len=longest + 2, max_num_tokens=max_num_tokens,
+        device=device,
+    )  # fmt: skip
+    cache = Cache(spec, 1, kv_dtype, device)
+    runner.bind_cache(cache)
+    # Steps with few sequences use other kernels. If a step has no more tokens than sequences, the largest step is a
+    # decode step.
+    small = [[2]] if longest > 1 else [[2], [2, *[1] * (count - 2)]]
+    return runner, cache, [*_largest_steps(lengths), *(_largest_steps(prompts)[0] for prompts in small)]
+
+
+def _mixed(steps: Iterable[StepPlan]) -> list[StepPlan]:
+    return [plan for plan in steps if plan.num_tokens > len(plan.seqs)]
 
 
 def _lengths(num_tokens: int, count: int, limit: int) -> list[int]:

@@ -16,7 +16,7 @@ from engine.kernels.attention.decode import SMALL_BATCH, num_splits
 from engine.kernels.gemm import autotune, cublaslt
 from engine.kernels.gemm.small_batch import PRODUCT_ROWS
 from engine.kernels.runtime.compile_ahead import compile_ahead
-from engine.kernels.runtime.launcher import recording, target_of
+from engine.kernels.runtime.launcher import Job, recording, target_of
 from engine.layers.linear import Linear
 from engine.layers.moe import kinds_of_steps
 from engine.layers.quant import fp8, unquantized
@@ -37,6 +37,13 @@ def compile_steps(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan
 
     Returns how many variants had to be compiled. The runner's caches must be bound; they are not modified.
     """
+    jobs = needed_kernels(runner, max_batch, mixed)
+    return compile_ahead(jobs, torch.cuda.get_device_capability(runner.device))
+
+
+@torch.inference_mode()
+def needed_kernels(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> set[Job]:
+    """The variants that `compile_steps` compiles, recorded and not launched."""
     with recording() as jobs:
         for size in _decode_sizes(runner, max_batch):
             runner._decode(size)
@@ -47,7 +54,7 @@ def compile_steps(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan
         for plan in mixed:
             runner.sample(runner.forward(plan))
         runner.warm_up()
-    return compile_ahead(jobs, torch.cuda.get_device_capability(runner.device))
+    return jobs
 
 
 @torch.inference_mode()

@@ -5,6 +5,7 @@ default, ~/.triton, does not work where the home is read-only, as under systemd.
 """
 
 import atexit
+import logging
 import os
 import shutil
 import stat
@@ -12,6 +13,8 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _VARIABLE = "TRITON_CACHE_DIR"  # Triton reads it at every compilation
 _TEMPORARY = "atoll-kernels-"
@@ -24,17 +27,28 @@ def use_cache_dir() -> Path:
 
     Takes triton/ in the first of $CACHE_DIRECTORY (set by systemd), $XDG_CACHE_HOME/atoll and ~/.cache/atoll that can
     be created, belongs to this user and is closed to others; else a new private temporary directory, which is removed
-    when the process ends. Raises OSError if not even that can be created.
+    when the process ends. The same where the operator's directory cannot be written to. Raises OSError if not even a
+    temporary one can be created.
     """
     with _lock:
-        if not os.environ.get(_VARIABLE):
+        given = os.environ.get(_VARIABLE)
+        if not given or not _writable(Path(given)):
             os.environ[_VARIABLE] = str(_choose())
+            if given:
+                log.warning("%s=%s cannot be written to: kernels go to %s.", _VARIABLE, given, os.environ[_VARIABLE])
         return Path(os.environ[_VARIABLE])
 
 
 def is_temporary(directory: Path) -> bool:
     """Whether this directory, from `use_cache_dir`, is removed when the process ends."""
     return directory.name.startswith(_TEMPORARY)
+
+
+def _writable(directory: Path) -> bool:
+    """Whether this process may put files into `directory`, which need not exist yet."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    return os.access(directory, os.W_OK | os.X_OK)  # False on a read-only file system, for root too
 
 
 def _choose() -> Path:
@@ -76,6 +90,13 @@ def _is_private(place: Path) -> bool:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False
     return all(_trusted(above.stat()) for above in place.parents)
+
+
+def is_closed(place: Path) -> bool:
+    """Whether only root and this user can change what lies in the directory `place` (a real path), or replace it."""
+    return not place.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH) and all(
+        _trusted(each.stat()) for each in (place, *place.parents)
+    )
 
 
 def _trusted(found: os.stat_result) -> bool:

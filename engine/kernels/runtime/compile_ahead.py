@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import triton
 
-from engine.kernels.runtime import compile_pool
+from engine.kernels.runtime import compile_pool, prebuilt
 from engine.kernels.runtime.cache_dir import use_cache_dir
-from engine.kernels.runtime.launcher import Job, source_key
+from engine.kernels.runtime.launcher import Job, source_key, variant_key
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Compilation:
     def seal(self, jobs: Iterable[Job] = ()) -> None:
         """Add the last jobs."""
         self._jobs |= set(jobs)
-        lines = {line_of(job, self._capability) for job in self._jobs}
+        lines = self._missing()
         self._done = use_cache_dir() / f"atoll-{_digest(self._jobs, lines)}.done"
         alone = len(os.sched_getaffinity(0)) < 2
         self.count = 0 if len(lines) < _WORTH_A_POOL or alone or self._done.exists() else len(lines)
@@ -102,8 +102,16 @@ class Compilation:
         else:
             self._done.touch(mode=0o600)
 
+    def _missing(self) -> set[str]:
+        """The jobs that did not come compiled with the release."""
+        came = prebuilt.for_capability(self._capability)
+        return {
+            line_of(job, self._capability) for job in self._jobs
+            if came is None or variant_key(job, self._capability) not in came
+        }  # fmt: skip
+
     def _submit(self, pool: compile_pool.CompilePool) -> None:
-        new = {line_of(job, self._capability) for job in self._jobs} - self._given
+        new = self._missing() - self._given
         self._given |= new
         self._guessed += len(new) - pool.submit(longest_first(new))
 

@@ -29,7 +29,10 @@ Triton has no e4m3 type before compute capability 8.9: there, kernels get such t
 
 import ctypes
 import functools
+import hashlib
 import inspect
+import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,8 +47,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
+from engine.kernels.runtime import prebuilt
 from engine.kernels.runtime.cache_dir import use_cache_dir
 from engine.kernels.runtime.gpu_target import FP8_CAPABILITY, INTERPRETER, PDL_CAPABILITY, Target
+from engine.kernels.runtime.prebuilt import MachineCode
+
+log = logging.getLogger(__name__)
 
 # Do not store intermediate representations and line information: the machine code is the same without them, a kernel's
 # file a third as large, and compiling a tenth faster. Set it to 0 to look at them.
@@ -114,9 +121,17 @@ class Kernel:
     def _compile(self, types: tuple, constants: dict[str, Any], num_warps: int, num_stages: int) -> "_Variant":
         use_cache_dir()
         capability = torch.cuda.get_device_capability()
-        binary = compile_for(self, types, constants, num_warps, num_stages, capability)
-        pdl = self.pdl and capability >= PDL_CAPABILITY
-        return _Variant(self.name, binary, [t for t in types if t is not None], pdl)
+        job = Job(self, types, tuple(constants.items()), num_warps, num_stages)
+        pdl, given = self.pdl and capability >= PDL_CAPABILITY, [t for t in types if t is not None]
+        refusal = None
+        for origin, code in _machine_codes(job, capability):
+            try:
+                return _Variant(self.name, code, given, pdl)
+            except KernelError as error:
+                log.warning("%s cannot be loaded %s; it is compiled again. %s", self.name, origin, error)
+                refusal = error
+        assert refusal is not None
+        raise refusal
 
 
 class Job(NamedTuple):
@@ -137,10 +152,14 @@ _recorded_for: Target | None = None
 def recording(target: Target | None = None) -> Iterator[set[Job]]:
     """Inside this context kernels are recorded instead of launched, to find out what a step needs without running it.
 
-    With `target` they are recorded for that GPU, which need not be present; tensors may be on the CPU.
+    With `target` they are recorded for that GPU, which need not be present; tensors may be on the CPU. A recording
+    inside another one adds to it.
     """
     global _recorded, _recorded_for
-    assert _recorded is None, "recordings do not nest"
+    if _recorded is not None:
+        assert target is None, "the outer recording names the GPU"
+        yield _recorded
+        return
     _recorded, _recorded_for = set(), target
     try:
         yield _recorded
@@ -220,6 +239,51 @@ def compile_for(
     return triton.compile(source, target=target, options=options)
 
 
+def _machine_codes(job: "Job", capability: tuple[int, int]) -> Iterator[tuple[str, MachineCode]]:
+    """Ways to get a variant's machine code, and where it comes from. The next one is for where the driver refuses it: a
+    file may be damaged, or made for another driver."""
+    came = prebuilt.for_capability(capability)
+    code = None if came is None else came.code(variant_key(job, capability))
+    if code is not None:
+        yield "as it came with the release", code
+    yield "from the cache", machine_code(job, capability)
+    yield "as it was compiled", machine_code(job, capability, fresh=True)
+
+
+def machine_code(job: "Job", capability: tuple[int, int], *, fresh: bool = False) -> MachineCode:
+    """What `compile_for` compiles. Raises KernelError for a kernel that this launcher cannot start."""
+    if fresh:
+        binary = _compiled_again(job, capability)
+    else:
+        try:
+            binary = compile_for(
+                job.kernel, job.types, dict(job.constants), job.num_warps, job.num_stages, capability
+            )
+        except (OSError, KeyError, TypeError, ValueError) as error:  # so Triton reads a damaged file of its cache
+            log.warning("%s: the cache cannot be used (%s); it is compiled again.", job.kernel.name, error)
+            binary = _compiled_again(job, capability)
+    meta = binary.metadata
+    if meta.global_scratch_size:
+        raise KernelError(f"{job.kernel.name}: kernels with scratch memory are not supported.")
+    return MachineCode(binary.asm["cubin"], meta.name, meta.num_warps, meta.shared)
+
+
+def _compiled_again(job: "Job", capability: tuple[int, int]) -> Any:
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True
+        return compile_for(job.kernel, job.types, dict(job.constants), job.num_warps, job.num_stages, capability)
+
+
+def variant_key(job: Job, capability: tuple[int, int]) -> str:
+    """Names a variant for such a GPU among prebuilt kernels. Together with prebuilt.toolchain it changes with whatever
+    decides over the machine code."""
+    what = [
+        job.kernel.jit.fn.__module__, job.kernel.name, job.types, sorted(job.constants), job.num_warps, job.num_stages,
+        capability, source_key(job.kernel),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+
 def load_compiler() -> None:
     """Do what Triton does before a process's first kernel: hash its own library of 400 MB, for the names in its cache.
 
@@ -260,17 +324,14 @@ def _type_of(value: Any, is_stride: bool) -> str | None:
 class _Variant:
     """Loaded machine code, and the memory in which its arguments are passed."""
 
-    def __init__(self, name: str, binary: Any, types: list[str], pdl: bool) -> None:
-        meta = binary.metadata
-        if meta.global_scratch_size:
-            raise KernelError(f"{name}: kernels with scratch memory are not supported.")
+    def __init__(self, name: str, code: MachineCode, types: list[str], pdl: bool) -> None:
         driver = _driver()
-        self._binary = binary.asm["cubin"]  # kept, because the driver may read it lazily
+        self._binary = code.cubin  # kept, because the driver may read it lazily
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), self._binary), name)
-        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, meta.name.encode()), name)
-        if meta.shared > _STATIC_SHARED_LIMIT:
-            _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE, meta.shared), name)
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, code.function.encode()), name)
+        if code.shared > _STATIC_SHARED_LIMIT:
+            _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE, code.shared), name)
         self.name = name
         self._slots = [_SLOTS.get(t.removesuffix("!"), ctypes.c_uint64)() for t in types]
         self._is_pointer = [t.startswith("*") for t in types]
@@ -279,7 +340,7 @@ class _Variant:
         every = [*self._slots, *hidden]
         self._keep = hidden
         self._argv = (ctypes.c_void_p * len(every))(*[ctypes.addressof(s) for s in every])
-        self._config = _LaunchConfig(block=(ctypes.c_uint * 3)(32 * meta.num_warps, 1, 1), shared=meta.shared)
+        self._config = _LaunchConfig(block=(ctypes.c_uint * 3)(32 * code.num_warps, 1, 1), shared=code.shared)
         if pdl:
             self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
             self._attribute.value[0] = 1

@@ -121,6 +121,11 @@ def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -
     _materialize(model, device, fill)
 
 
+def fill_with_nothing(model: CausalLM) -> None:
+    """Weights without content, in host memory that nothing has touched: for code that only looks at shapes."""
+    _materialize(model, _CPU, lambda name, target: None)
+
+
 def _fill_any(model: CausalLM, name: str, target: torch.Tensor, generator: torch.Generator) -> None:
     """Random numbers of any type: those of quantised weights are bits, of which all but NaN are allowed."""
     if name.endswith("g_idx"):  # columns in order

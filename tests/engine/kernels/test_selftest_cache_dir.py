@@ -31,9 +31,20 @@ def mode(path: Path) -> int:
 
 
 def test_the_operators_choice_stands(place, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/else")
-    assert cache_dir.use_cache_dir() == Path("/somewhere/else")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(place / "somewhere/else"))
+    assert cache_dir.use_cache_dir() == place / "somewhere/else"
     assert not list((place / "home").iterdir())
+
+
+def test_a_choice_that_cannot_be_written_to_is_replaced_and_named(place, monkeypatch, caplog):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/sys/kernels")  # read-only for root, too
+    found = cache_dir.use_cache_dir()
+    assert found == place / "home/.cache/atoll/triton"
+    assert os.environ["TRITON_CACHE_DIR"] == str(found)
+    assert cache_dir.use_cache_dir() == found
+    assert [r.getMessage() for r in caplog.records] == [
+        f"TRITON_CACHE_DIR=/proc/sys/kernels cannot be written to: kernels go to {found}."
+    ]
 
 
 def test_the_home_is_the_usual_place(place):

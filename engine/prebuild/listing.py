@@ -1,0 +1,39 @@
+"""Which kernels a start with these flags needs on a GPU that is not here: the list that the start itself makes."""
+
+import torch
+
+from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
+from engine.core.kv.spec import CacheSpec
+from engine.kernels.runtime.gpu_target import Target
+from engine.kernels.runtime.launcher import Job, recording
+from engine.models.config.model import ModelConfig
+from engine.models.loading.loader import fill_with_nothing
+from engine.prebuild.without_gpu import GPU, without_gpu
+from engine.worker.build import empty_model, gpu_defaults, resolve_dtype, resolve_kv_dtype
+from engine.worker.memory import loaded_bytes
+from engine.worker.memory_profile import kernels_of_a_start
+
+
+def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
+    """`total`: bytes of the GPU's memory. Of `config.model` only config.json is read, if its weights are not stored
+    quantised (`load_format` "dummy"). Raises ModelError or ConfigError.
+
+    What depends on measurements is left out: libraries whose algorithms are chosen by time may replace some of these.
+    """
+    model_config = ModelConfig.load(config.model)
+    dtype = resolve_dtype(config, model_config)
+    with without_gpu(target), recording(target) as jobs, torch.inference_mode():
+        model = empty_model(config, model_config, GPU)
+        page_size = config.block_size or DEFAULT_PAGE_SIZE["cuda"]
+        spec = CacheSpec(tuple(model.cache_layers()), resolve_kv_dtype(config, dtype).itemsize, page_size)
+        if config.per_layer_embeddings != "gpu":
+            for table in model.lookup_tables():
+                table.on_host = True
+        free = int(total * config.gpu_memory_utilization) - loaded_bytes(model)
+        seqs, tokens = gpu_defaults(config, model_config, spec, dtype, total, free)
+        fill_with_nothing(model)
+        kernels_of_a_start(
+            model, spec, resolve_kv_dtype(config, dtype), config.max_num_batched_tokens or tokens,
+            config.max_num_seqs or seqs, GPU,
+        )  # fmt: skip
+    return set(jobs)

@@ -1,0 +1,82 @@
+"""Compares what is listed for a start with what a start and its requests launch on the GPU that is played.
+
+    python list_steps.py FAMILY [KEY=VALUE of EngineConfig ...]        one of gpu_kit's families
+
+Prints JSON. Run by test_prebuild.py in a process of its own. No kernel runs.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from gpu_kit import FAMILIES, SHAPE
+from note_steps import name_of, some_steps
+
+from engine.config import EngineConfig
+from engine.core.kv.spec import CacheSpec
+from engine.kernels.runtime import launcher
+from engine.models.config.model import ModelConfig
+from engine.models.loading.loader import fill_with_nothing
+from engine.prebuild.gpus import GPUS
+from engine.prebuild.listing import kernels_for
+from engine.prebuild.without_gpu import GPU, without_gpu
+from engine.worker import memory_profile
+from engine.worker.build import empty_model, resolve_dtype, resolve_kv_dtype
+from engine.worker.cache import Cache
+from engine.worker.cuda_graphs import graph_sizes
+from engine.worker.device_runner import DeviceRunner
+
+SEQS, TOKENS = 48, 256
+
+
+def launched(config, target):
+    """What `_start_on_gpu` and steps of all kinds launch. As engine/worker/build.py does."""
+    found = set()
+
+    def note(kernel, grid, *args, num_warps=4, num_stages=3, **constants):
+        types = tuple(launcher._type_of(a, s) for a, s in zip(args, kernel._is_stride, strict=True))
+        found.add(launcher.Job(kernel, types, tuple(constants.items()), num_warps, num_stages))
+
+    launcher.Kernel.__call__ = note
+    with without_gpu(target), torch.inference_mode():
+        model_config = ModelConfig.load(config.model)
+        kv_dtype = resolve_kv_dtype(config, resolve_dtype(config, model_config))
+        model = empty_model(config, model_config, GPU)
+        for table in model.lookup_tables():
+            table.on_host = True
+        fill_with_nothing(model)
+        spec = CacheSpec(tuple(model.cache_layers()), kv_dtype.itemsize, 16)
+        runner = DeviceRunner(
+            model, spec, num_rows=SEQS + 1, max_model_len=1024, max_num_tokens=TOKENS, device=GPU
+        )
+        runner.bind_cache(Cache(spec, 4, kv_dtype, GPU))
+        runner.warm_up()
+        for shape in runner.mixed_shapes():
+            runner.mixed_of(shape)
+        for size in graph_sizes(SEQS):
+            runner._decode(size)
+        for lengths in some_steps(SEQS, TOKENS):
+            for plan in memory_profile._largest_steps(lengths):
+                runner.sample(runner.forward(plan))
+    return found
+
+
+def main(family, *options):
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
+        config = EngineConfig(
+            Path(directory), load_format="dummy", max_num_seqs=SEQS, max_num_batched_tokens=TOKENS, max_model_len=1024,
+            **dict(option.split("=") for option in options),
+        )  # fmt: skip
+        target, total = GPUS["h100"]
+        listed = kernels_for(config, target, total)
+        needed = launched(config, target)
+    print(json.dumps({
+        "listed": len(listed), "launched": len(needed), "not listed": sorted(map(name_of, needed - listed)),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

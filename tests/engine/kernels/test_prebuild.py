@@ -1,0 +1,69 @@
+"""What is compiled for a medium is what a start launches on its GPU. Neither needs the GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def run(*command, **variables):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, HERE.parents[1] / "gpu")))
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["qwen3"], ["qwen3", "quantization=fp8", "kv_cache_dtype=fp8"],
+        ["gemma4-26b"], ["gemma4-e2b", "quantization=fp8"], ["qwen3.5-moe", "quantization=fp8"],
+    ],
+)  # fmt: skip
+def test_what_a_start_launches_was_listed(arguments):
+    done = run(HERE / "list_steps.py", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert report["launched"] > 20
+    assert report["not listed"] == []
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def test_the_command_fills_a_directory_and_continues(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    command = ["-m", "engine.prebuild", tmp_path, "--out", tmp_path / "out", "--gpu", "h100", "--max-num-seqs", "4"]
+    first = run(*command, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert first.returncode == 0, first.stderr[-3000:]
+    index = json.loads((tmp_path / "out/9.0/index.json").read_bytes())
+    assert len(index["kernels"]) == len(list((tmp_path / "out/9.0").glob("*.cubin"))) > 20
+    again = run(*command, TRITON_CACHE_DIR=str(tmp_path / "another cache"))
+    assert again.returncode == 0
+    assert list((tmp_path / "another cache").rglob("*.cubin")) == [], "nothing is compiled twice"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [(["no-such-model", "--gpu", "h100"], "no-such-model"), (["qwen3-8b", "--gpu", "h100", "--no-such-flag"], "--no")],
+)
+def test_wrong_arguments_are_refused(tmp_path, flags, why):
+    done = run("-m", "engine.prebuild", *flags, "--out", tmp_path)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,184 @@
+"""Kernels that came with the release: written without a GPU, found again, and never trusted when they are damaged."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[3]
+
+# In a process of its own: the tests beside this one run Triton's interpreter, which compiles nothing.
+PREPARED = """
+import json, logging, os, sys
+from pathlib import Path
+import torch
+logging.basicConfig(format="%(message)s", level="WARNING")
+from engine.kernels.pointwise import fused, norm
+from engine.kernels.runtime import compile_ahead, launcher, prebuilt
+from engine.prebuild import store
+
+def meta(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+with launcher.recording() as found:
+    for size in (256, 512, 1024, 2048):
+        norm.rms_norm(meta(3, size), meta(size), 1e-6)
+    fused.gate_mul(meta(3, 1536), meta(3, 1536), "silu")
+jobs = sorted(found, key=lambda job: launcher.variant_key(job, (9, 0)))
+place = Path(sys.argv[1])
+os.environ[prebuilt.VARIABLE] = str(place)
+code_of = lambda job: next(launcher._machine_codes(job, (9, 0)))
+"""
+WRITE = """
+steps = []
+errors = store.compile_into(place, jobs[:3], (9, 0), ["one"], lambda done, total: steps.append((done, total)))
+again = store.compile_into(place, jobs, (9, 0), ["two"])
+bad = launcher.Job(jobs[0].kernel, jobs[0].types[:-1], *jobs[0][2:])
+refused = store.compile_into(place, [bad], (9, 0))
+index = prebuilt.read_index(place / "9.0/index.json")
+print(json.dumps({
+    "steps": steps, "errors": [errors, again], "refused": list(refused), "models": sorted(index.models),
+    "kernels": len(index.kernels), "files": len(list((place / "9.0").iterdir())),
+    "same": [code_of(job) == ("as it came with the release", launcher.machine_code(job, (9, 0))) for job in jobs],
+    "for a model": prebuilt.of_model({}, (9, 0)), "for another GPU": prebuilt.for_capability((8, 0)) is None,
+}))
+"""
+READ = """
+missing = compile_ahead.Compilation((9, 0))
+missing.add(jobs)
+print(json.dumps({
+    "missing": len(missing._missing()),
+    "from": [code_of(job)[0] for job in jobs],
+    "same": all(code_of(job)[1] == launcher.machine_code(job, (9, 0)) for job in jobs),
+}))
+"""
+
+
+def run(script, place, cache, **variables):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARED + script, place], env=environment, capture_output=True, text=True, timeout=200,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), done.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    place, cache = tmp_path_factory.mktemp("prebuilt"), tmp_path_factory.mktemp("cache")
+    return place, cache, run(WRITE, place, cache)[0]
+
+
+@pytest.fixture
+def cache(written):
+    """Triton's, with the same kernels: what is compiled in a test comes from there."""
+    return written[1]
+
+
+@pytest.fixture
+def place(written, tmp_path):
+    """A copy of what was written, to be damaged."""
+    copy = tmp_path / "kernels"
+    subprocess.run(["cp", "-a", written[0], copy], check=True)
+    return copy
+
+
+def test_what_is_written_is_what_would_be_compiled(written):
+    report = written[2]
+    assert report == {
+        "steps": [[0, 3], [1, 3], [2, 3], [3, 3]], "errors": [{}, {}], "refused": ["_rms_norm_kernel"],
+        "models": ["one", "two"], "kernels": 5, "files": 6, "same": [True] * 5, "for a model": False,
+        "for another GPU": True,
+    }  # fmt: skip
+
+
+def test_a_start_finds_them_elsewhere_and_compiles_nothing(place, cache):
+    report, log = run(READ, place, cache)
+    assert report == {"missing": 0, "from": ["as it came with the release"] * 5, "same": True}
+    assert log == []
+
+
+def cut_a_kernel(place):
+    path = sorted((place / "9.0").glob("*.cubin"))[0]
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def swap_kernels(place):
+    first, second = sorted((place / "9.0").glob("*.cubin"))[:2]
+    first.write_bytes(second.read_bytes())
+
+
+def remove_a_kernel(place):
+    sorted((place / "9.0").glob("*.cubin"))[0].unlink()
+
+
+@pytest.mark.parametrize("damage", [cut_a_kernel, swap_kernels, remove_a_kernel])
+def test_a_damaged_kernel_is_compiled_here_and_the_others_are_used(place, cache, damage):
+    damage(place)
+    report, log = run(READ, place, cache)
+    assert report == {
+        "missing": 1, "from": ["from the cache"] + ["as it came with the release"] * 4, "same": True
+    }  # fmt: skip
+    assert len(log) == 1
+    assert "is ignored and compiled here" in log[0]
+
+
+def cut_the_index(place):
+    path = place / "9.0/index.json"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def change_the_index(place, **values):
+    path = place / "9.0/index.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | values))
+
+
+WHOLE = [
+    (cut_the_index, "its index is not valid JSON"),
+    (lambda place: (place / "9.0/index.json").unlink(), "No such file"),
+    (lambda place: change_the_index(place, format=2), "not of format 1"),
+    (lambda place: change_the_index(place, kernels={"a": ["name", 4, -1, "0"]}), "its index is malformed"),
+    (lambda place: change_the_index(place, kernels=[1]), "its index is malformed"),
+    (lambda place: change_the_index(place, toolchain="0"), "another version of Triton"),
+    (lambda place: (place / "9.0").chmod(0o777), "others can write to that directory"),
+    (lambda place: (place / "9.0/index.json").chmod(0o666), "others can write to index.json"),
+]
+
+
+@pytest.mark.parametrize(("damage", "why"), WHOLE)
+def test_kernels_that_cannot_be_believed_are_all_compiled_here(place, cache, damage, why):
+    damage(place)
+    report, log = run(READ, place, cache)
+    assert report == {"missing": 5, "from": ["from the cache"] * 5, "same": True}
+    assert len(log) == 1
+    assert why in log[0]
+
+
+def test_other_settings_of_triton_mean_other_kernels(place, tmp_path):
+    script = "print(json.dumps(code_of(jobs[0])[0]))"
+    origin, log = run(script, place, tmp_path / "cache", TRITON_DEFAULT_FP_FUSION="0")
+    assert origin == "from the cache"
+    assert "another version of Triton, or one with other settings" in log[0]
+
+
+SPOILED = """
+from engine.kernels.runtime.cache_dir import use_cache_dir
+before = launcher.machine_code(jobs[0], (9, 0))
+for path in use_cache_dir().rglob("_rms*.json"):
+    if not path.name.startswith("__grp__"):
+        path.write_text(path.read_text()[:50])
+print(json.dumps(before == launcher.machine_code(jobs[0], (9, 0))))
+"""
+
+
+def test_a_truncated_file_of_tritons_cache_is_compiled_again(place, tmp_path):
+    same, log = run(SPOILED, place, tmp_path / "cache")
+    assert same
+    assert ["the cache cannot be used" in line for line in log].count(True) == 1
