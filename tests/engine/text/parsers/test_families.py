@@ -268,7 +268,7 @@ def test_bounds_make_a_call_content() -> None:
     ("llama3", '{"name": "f", "x": [' + "1," * 500_000), ("mistral", "[TOOL_CALLS]" + "f" * 1_000_000),
 ])  # fmt: skip
 def test_a_megabyte_of_hostile_text_takes_a_moment(family: str, text: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for sizes in ([1 << 20], [50]):
         events_of(parser(family), cut(parts_of(text, family), sizes))
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
