@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from terminals import Terminal
 
-AGREES = "Enter accepts it as|Enter starts|I have kept it"
+AGREES = r"Enter accepts it as|Enter starts\. Esc|I have kept it"
 GREEN = "[✓v]"
 
 
