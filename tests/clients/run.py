@@ -33,7 +33,7 @@ CLIENT_SECONDS = 900
 CLIENTS = {
     "openai": ["openai==3.54.0"],
     "langchain": ["langchain==1.4.7", "langchain-openai==1.7.3"],
-    "litellm": ["litellm==1.106.2"],
+    "litellm": ["litellm[mcp]==1.106.2"],  # its tool calls import mcp, whatever the tools are
     "pydantic-ai": ["pydantic-ai-slim[openai]==2.68.0"],
     "lm-eval": ["lm_eval[api]==0.4.13"],
     "guidellm": ["guidellm==0.8.1"],
