@@ -60,7 +60,7 @@ def list_models(as_json: Json = False) -> None:
 
 
 def _told(row: dict[str, Any]) -> str:
-    words = [t("replica of {model}", model=row["model"])] if row["replica"] else []
+    words: list[str] = [t("replica of {model}", model=row["model"])] if row["replica"] else []
     if row["gpus"]:
         words.append("GPU " + ",".join(map(str, row["gpus"])))
     if row["state"]:

@@ -105,7 +105,7 @@ def _serving(options: GatewayOptions, sockets: list[socket.socket], keys: creden
 
     certificate, key = _tls(options)
     app = create_app(fleet.models, auth=keys, limits=options.limits, allowed_origins=options.allowed_origins,
-                     broken=fleet.broken)
+                     broken=fleet.broken, traces_endpoint=options.otlp_traces_endpoint)
     server = make_server(
         app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
         ssl_certfile=certificate, ssl_keyfile=key)
