@@ -42,6 +42,10 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.install.checklist", "app",
             "Go from a bare server to a service, step by step; resumable.",
         ),
+        "models": (
+            "appliance.cli.install.models", "app",
+            "Add and remove models and replicas of a server while the others serve.",
+        ),
         "presets": (
             "appliance.cli.install.presets", "app",
             "List starting points for a model, a GPU and a use, with reasons.",
@@ -93,10 +97,6 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "pilot": ("appliance.cli.operate.pilot", "app", "Let users in by stages, with a way back; sign the result."),
         "cost": ("appliance.cli.operate.cost", "register", "Compute what requests and tokens cost here."),
-        "models": (
-            "appliance.cli.operate.models", "app",
-            "Add and remove models and replicas of a server while the others serve.",
-        ),
         "verify-service": (
             "appliance.cli.operate.verify_service", "register",
             "Verify the running service from outside, and write a report.",
