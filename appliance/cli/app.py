@@ -42,6 +42,10 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.install.checklist", "app",
             "Go from a bare server to a service, step by step; resumable.",
         ),
+        "models": (
+            "appliance.cli.install.models", "app",
+            "Add and remove models and replicas of a server while the others serve.",
+        ),
         "presets": (
             "appliance.cli.install.presets", "app",
             "List starting points for a model, a GPU and a use, with reasons.",

@@ -1,7 +1,7 @@
 """Which parts of the service a switch changes, so that no other part is restarted.
 
-A part is an engine (by its instance), "gateway" or "socket". Its fingerprint covers everything that it reads at its
-start: code, settings, units, model, certificate.
+A part is an engine (by its instance), "gateway", "models" (the list that the gateway can read again) or "socket". Its
+fingerprint covers everything that it reads at its start: code, settings, units, model, certificate.
 """
 
 import hashlib
@@ -13,7 +13,9 @@ from installer.decide.context import Context
 from installer.release import config
 from installer.service import snapshots, units
 
-GATEWAY, SOCKET = "gateway", "socket"
+GATEWAY, MODELS, SOCKET = "gateway", "models", "socket"
+_SERVED = ("model", "served-model-name", "replica-of", "tool-call-parser", "reasoning-parser",
+           "enable-auto-tool-choice", "pooling")  # of a model's settings, what the gateway reads
 _CLAIMS = ("device", "gpus", "gpu-memory-utilization", "kv-cache-memory-bytes", "tensor-parallel-size")
 
 
@@ -28,9 +30,10 @@ def fingerprints(context: Context) -> dict[str, str]:
         for name in context.names
     }
     gateway = config.parse(context.config_text, layout.config, "gateway")
-    served = {name: table.get("model") for name, table in tables.items()}
+    served = {name: {key.replace("_", "-"): value for key, value in table.items()} for name, table in tables.items()}
     certificate = config.read_text(layout.server_cert)
-    found[GATEWAY] = _hash(code, texts.get(units.GATEWAY), gateway, served, certificate)
+    found[GATEWAY] = _hash(code, texts.get(units.GATEWAY), gateway, certificate)
+    found[MODELS] = _hash({name: [table.get(key) for key in _SERVED] for name, table in served.items()})
     found[SOCKET] = _hash(texts.get(units.SOCKET))
     return found
 
@@ -53,6 +56,8 @@ def changed(context: Context) -> set[str] | None:
         return None
     now = fingerprints(context)
     found = {name for name in {*before, *now} if before.get(name, {}).get("fingerprint") != now.get(name)}
+    if MODELS in found and any(name in before and name in now for name in found - {MODELS}):
+        found.add(GATEWAY)  # a model that changes must change in the gateway and in its engine at the same time
     return None if SOCKET in found else found
 
 

@@ -87,6 +87,7 @@ class Context:
     checks: list[CheckRecord] = field(default_factory=list)
     plan: Plan | None = None
     # units, switch, start, smoke
+    leaving: list[str] = field(default_factory=list)      # engines to stop once the gateway has let them go
     new_key: NewKey | None = None         # the operator's, made by this run
     smoke_key: NewKey | None = None
     smoke: SmokeResult | None = None      # of the first model

@@ -13,7 +13,7 @@ from installer.base.i18n import joined, t
 from installer.decide.context import Context, Model
 from installer.decide.options import ModelChoice
 from installer.preflight.needs import bundles_on
-from installer.release import release
+from installer.release import config, release
 from installer.service import units
 from offline_bundle import untrusted_dir
 from offline_bundle.bundle.manifest import MANIFEST
@@ -74,8 +74,10 @@ def choose(context: Context) -> list[Model]:
                 hint=t("Give each a name of its own: `name` in the answers' [[models]], or --bundle NAME=DIR."),
             )
         chosen[model.instance] = model
+    copies = config.replicas(context.base_config, layout.config) if layout.system else {}
+    _check_replicas(context, chosen, copies)
     for name in options.remove:
-        if name not in here:
+        if name not in here and name not in copies:
             raise InstallError(
                 t("No model called {name} runs here.", name=name),
                 exit_code=ExitCode.USAGE,
@@ -103,6 +105,25 @@ def choose(context: Context) -> list[Model]:
         )
     context.removed = sorted(here.keys() - chosen.keys())
     return [chosen[name] for name in sorted(chosen)]
+
+
+def _check_replicas(context: Context, chosen: dict[str, Model], copies: dict[str, str]) -> None:
+    """Raises InstallError for a replica that would have no model, or another's name."""
+    here = {facts["instance"] for facts in installed(context)}
+    for choice in context.options.replicas:
+        if not context.layout.system:
+            raise InstallError(
+                t("An installation under a prefix has one engine."), exit_code=ExitCode.USAGE, changed=_UNTOUCHED,
+                hint=t("Replicas need a server with systemd: as root, without --prefix."))
+        units.check_name(choice.name)
+        if choice.of not in here:
+            raise InstallError(
+                t("No model called {name} runs here.", name=choice.of), exit_code=ExitCode.USAGE, changed=_UNTOUCHED,
+                hint=t("Installed: {names}.", names=joined(here) or t("none")))
+        if choice.name in here or choice.name in chosen or copies.get(choice.name, choice.of) != choice.of:
+            raise InstallError(
+                t("There is a model or a replica called {name} already.", name=choice.name),
+                exit_code=ExitCode.USAGE, changed=_UNTOUCHED, hint="atoll models list")
 
 
 def _wanted(context: Context, here: dict[str, dict[str, Any]]) -> list[ModelChoice]:

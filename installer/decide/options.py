@@ -20,6 +20,15 @@ class ModelChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaChoice:
+    """One more engine for a model that is installed, as instance `name`. `gpus` are indices or UUIDs."""
+
+    name: str
+    of: str
+    gpus: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TlsChoice:
     """A certificate of the customer's own, or additional names for the one that is made here."""
 
@@ -57,6 +66,8 @@ class InstallOptions:
     models: list[ModelChoice] = field(default_factory=list)
     only_these: bool = False               # models not named here are removed
     remove: list[str] = field(default_factory=list)         # instances to remove
+    replicas: list[ReplicaChoice] = field(default_factory=list)     # to add
+    drain_timeout: float = 30.0            # seconds for the running requests of what is removed
     device: str | None = None              # for every model that does not name its own
     tls: TlsChoice = field(default_factory=TlsChoice)
     allow_downgrade: str | None = None     # reason for installing an older bundle; audited

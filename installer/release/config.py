@@ -9,7 +9,7 @@
                        with replica-of = "OTHER" it answers under that model's name, with that model's settings
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,17 @@ def render_server(
         del tables[name]
     for name, values in models.items():
         _set(tables, name, values)
+    return tomlkit.dumps(document)
+
+
+def with_replicas(text: str, added: Mapping[str, Mapping[str, Any]], removed: Collection[str]) -> str:
+    """These replicas' tables added or changed, and those of `removed` gone."""
+    document = tomlkit.parse(text)
+    tables: Any = document["models"]
+    for name in [name for name in _replicas(tables) if name in removed]:
+        del tables[name]
+    for name, values in added.items():
+        _set(tables, name, {key: value for key, value in values.items() if value})
     return tomlkit.dumps(document)
 
 

@@ -71,6 +71,11 @@ class ServiceManager(Protocol):
         """Make the gateway use the changed API keys."""
         ...
 
+    def reload_models(self, drain: float) -> bool:
+        """Have the running gateway read its models again; returns when removed ones have ended their requests, after
+        `drain` seconds at most. False: it cannot, and must restart."""
+        ...
+
     def state(self) -> ServiceState: ...
 
     def serving(self) -> dict[str, str]:

@@ -118,6 +118,9 @@ class PrefixService:
     def reload_keys(self) -> None:
         """The server notices changes of the file by itself."""
 
+    def reload_models(self, drain: float) -> bool:
+        return False
+
     def stop(self, names: Collection[str] | None = None) -> bool:
         leader = self._leader()
         if leader is None:

@@ -13,7 +13,7 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
-from installer.service import units
+from installer.service import model_reload, units
 from installer.service.log_file import error_id
 from installer.service.manager import ServiceState, Switched, stop_and_start
 from installer.service.systemctl import Runner, journal, parse_show, run
@@ -165,6 +165,11 @@ class SystemdService:
         if self.booted and self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] in _UP:
             self._systemctl(["reload", units.GATEWAY], t("have the gateway read the changed keys"), units.GATEWAY,
                             timeout=_RELOAD_SECONDS)  # fmt: skip
+
+    def reload_models(self, drain: float) -> bool:
+        if not self.booted or self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] not in _UP:
+            return False
+        return model_reload.reload_models(self.layout, drain)
 
     def state(self) -> ServiceState:
         """All parts as one: the worst phase, the restarts of all, the exit status of what failed."""

@@ -18,10 +18,10 @@ from installer.preflight.record import gib
 from installer.release import config, migrate, release
 from installer.release.replay_guard import raise_sequence
 from installer.service import snapshots, units
-from installer.service.manager import stop_and_start
+from installer.service.manager import Switched, stop_and_start
 from installer.service.smoke_test import SmokeFailure, smoke_test
 from installer.steps.prune import prune
-from installer.steps.ready import unhealthy, wait_ready
+from installer.steps.ready import unhealthy, wait_engines, wait_ready
 from installer.tls import endpoint as tls_endpoint
 
 
@@ -58,7 +58,10 @@ def write_units(context: Context) -> str:
     wanted = {unit.path for unit in context.units}
     gone = units.remove(path for path in units.owned_files(layout) if path not in wanted)
     link_command(context)
-    context.service.apply_units(context.names)
+    # An engine that goes serves on until the gateway has let it go, unless another one may need its GPU.
+    here = context.service.models()
+    context.leaving = [] if set(context.names) - set(here) else [name for name in here if name not in context.names]
+    context.service.apply_units([*context.names, *context.leaving])
     return t("{written} files written, {removed} removed, {kept} as they were", written=len(written), removed=len(gone),
              kept=len(context.units) - len(written))
 
@@ -116,20 +119,36 @@ def start(context: Context) -> str:
     ran = service.state().up
     parts = changes.changed(context) if ran else None
     if ran:
-        side_by_side = not changes.trade_places(context)
-        switched = service.switch(parts, context.options.start_timeout, hand_over=side_by_side)
+        switched = _switch(context, parts)
     else:
         switched = stop_and_start(service, None)
     service.reload_keys()
     wait_ready(service, context.endpoint, layout, context.frontend, context.options.start_timeout)
+    wait_engines(service, context.names, layout, context.frontend, context.options.start_timeout)
     ready = time.monotonic()
     context.startup_s = round(ready - switched.starting_from, 2)
     context.downtime_s = round(ready - switched.silent_from, 2) if ran else None
     told = [t("ready in {seconds:.1f} s at {url}", seconds=context.startup_s, url=context.endpoint.url)]
     if context.downtime_s is not None:
         silent = t("{seconds} s without service", seconds=f"{context.downtime_s:.1f}")
-        told.append(silent if parts is None or parts else t("nothing was restarted"))
+        told.append(silent if parts is None or parts - {changes.MODELS} else t("nothing was restarted"))
     return joined(told)
+
+
+def _switch(context: Context, parts: set[str] | None) -> Switched:
+    """Restart these parts (None: all). Where only the list of models changes, the gateway reads it again instead."""
+    service, began = context.service, time.monotonic()
+    again = parts is not None and changes.MODELS in parts
+    if parts is not None:
+        parts = parts - {changes.MODELS}
+    if again and parts is not None and changes.GATEWAY not in parts \
+            and not service.reload_models(context.options.drain_timeout):
+        parts |= {changes.GATEWAY}
+    if context.leaving:
+        service.apply_units(context.names)
+    if parts is not None and not parts:
+        return Switched(began, began)
+    return service.switch(parts, context.options.start_timeout, hand_over=not changes.trade_places(context))
 
 
 def make_key(context: Context) -> api_keys.NewKey:

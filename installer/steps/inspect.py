@@ -239,7 +239,10 @@ def _render(context: Context) -> None:
         }
         for model in context.models
     }  # fmt: skip
-    context.config_text = config.render_server(context.base_config, listen, tables, layout.config)
+    text = config.render_server(context.base_config, listen, tables, layout.config)
+    context.config_text = config.with_replicas(
+        text, {choice.name: {config.REPLICA_OF: choice.of, "gpus": list(choice.gpus)}
+               for choice in context.options.replicas}, context.options.remove)
     settings = config.model_tables(context.config_text, layout.config)
     context.units = units.render(
         layout,

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Collection
 
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
@@ -40,6 +41,25 @@ def wait_ready(
                                                timeout=timeout, said=said))
         line = readable(next(iter(service.log_tail(1)), said)).partition("\n")[0]
         frontend.progress(t("starting: {line}", line=line[:80]), int(waited), 0)
+        time.sleep(0.1 if waited < 5 else 0.5)
+
+
+def wait_engines(
+    service: ServiceManager, names: Collection[str], layout: Layout, frontend: Frontend, timeout: float
+) -> None:
+    """Wait until each of these engines has produced a token: a model answers as soon as one of its replicas does.
+
+    Raises InstallError (40).
+    """
+    began = time.monotonic()
+    while layout.system and (missing := sorted(set(names) & set(service.models()) - service.serving().keys())):
+        waited, state = time.monotonic() - began, service.state()
+        if state.phase in ("failed", "stopped") or state.restarts:
+            raise unhealthy(service, layout, t("{name} ended while it was starting.", name=missing[0]))
+        if waited > timeout:
+            raise unhealthy(service, layout, t("{name} was not ready after {timeout:.0f} s.", name=missing[0],
+                                               timeout=timeout))
+        frontend.progress(t("starting: {line}", line=missing[0]), int(waited), 0)
         time.sleep(0.1 if waited < 5 else 0.5)
 
 

@@ -39,6 +39,9 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
             context.service.start()
             if changes.GATEWAY in left:
                 context.service.reload_keys()
+                if not context.service.reload_models(0.0) and _models_changed(context):
+                    context.service.stop({changes.GATEWAY})
+                    context.service.start()
             wait_ready(context.service, context.endpoint, layout, context.frontend, context.options.start_timeout)
         context.journal.add("rolled-back", to=previous, reason=cause.message)
         log.append(layout.audit, "rolled-back", to=previous, reason=cause.message)
@@ -74,6 +77,11 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
     return cause
 
 
+def _models_changed(context: Context) -> bool:
+    changed = changes.changed(context)
+    return changed is None or changes.MODELS in changed
+
+
 def _after_failure(left: set[str]) -> str:
     if left:
         return t("Still serving as before: {names}. The model and the previous release are still on the disk.",
@@ -91,7 +99,7 @@ def _to_stop(context: Context, opened: dict[str, Any], left: set[str]) -> set[st
     """What runs, or may run, with the new release; None for everything. Other models are not interrupted."""
     changed = changes.changed(context)
     if changed is not None:
-        return changed - left
+        return changed - left - {changes.MODELS}
     # These are switched all at once, so one that still serves counts only together with the others.
     return set() if left and left == set(opened["serving"]) else None
 

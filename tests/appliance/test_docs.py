@@ -63,7 +63,7 @@ def test_atoll_commands_and_flags_exist(page: Path):
         if Path(words[0]).name != "atoll" or len(words) == 1:
             continue
         groups = ("bundle", "keys", "apikey", "tls", "answers", "journal", "trust", "audit", "checklist", "jobs",
-                  "presets", "pilot", "bench")
+                  "presets", "pilot", "bench", "models")
         command = words[1:3] if words[1] in groups else [words[1]]
         text = help_of(*(word for word in command if re.fullmatch(r"[a-z][a-z-]*", word)))
         for flag in (word.partition("=")[0] for word in words if word.startswith("--")):

@@ -431,6 +431,38 @@ def test_a_killed_engine_comes_back_and_its_neighbour_serves_on(server: Server):
     assert server.show("atoll-gateway", "MainPID") == gateway
 
 
+def test_a_model_and_a_replica_come_and_go_while_the_gateway_serves(server: Server):
+    """The steps of `atoll models add` and `remove`; the gateway reads the new settings under its sandbox."""
+    machine, layout = server.machine, server.layout
+    gateway, chat = server.show("atoll-gateway", "MainPID"), server.pid("chat")
+    before = layout.config.read_text()
+    shutil.copytree(layout.models / "tiny", layout.models / "third")
+    layout.config.write_text(before + '[models.tiny-b]\nreplica-of = "tiny"\n'
+                                      '[models.third]\nmodel = "/var/lib/atoll/models/third/model"\n')
+    change = "s.apply_units(%r)\ns.start()\nassert s.reload_models(30)"
+    machine.run(SERVICE % (change % (["chat", "third", "tiny", "tiny-b"],)).replace("'", '"')).check()
+    wait_healthy(server, "third")
+    when(lambda: server.show("atoll-engine@tiny-b", "ActiveState") == "active", 90, "the replica")
+    listed = {card["id"] for card in server.curl("/v1/models")[1]["data"]}
+    assert listed == {"chat", "tiny", "klein", "third"}
+    assert server.chat("third")[0] == 200
+
+    machine.run("systemctl stop atoll-engine@tiny").check()
+    when(lambda: server.chat("tiny")[0] == 200, 20, "an answer of the replica alone")
+    machine.run("systemctl start atoll-engine@tiny").check()
+    assert server.chat("chat")[0] == 200
+
+    layout.config.write_text(before)
+    gone = "assert s.reload_models(30)\ns.apply_units(%r)"
+    machine.run(SERVICE % (gone % (["chat", "tiny"],)).replace("'", '"')).check()
+    assert server.chat("third")[0] == 404
+    assert server.show("atoll-engine@third", "ActiveState") == "inactive"
+    assert server.show("atoll-engine@tiny-b", "ActiveState") == "inactive"
+    wait_healthy(server, "tiny", 30)
+    assert server.chat("tiny")[0] == 200
+    assert (server.show("atoll-gateway", "MainPID"), server.pid("chat")) == (gateway, chat), "neither noticed"
+
+
 def test_a_loop_that_hangs_is_restarted_by_the_watchdog(server: Server):
     machine, pid = server.machine, server.pid("tiny")
     time.sleep(2 * WATCHDOG)  # an idle engine feeds it

@@ -9,6 +9,7 @@ MODE: good · mute (streams no content) · crash (the engine exits 3).
 import hashlib
 import json
 import os
+import signal
 import ssl
 import sys
 import time
@@ -81,6 +82,13 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
 
+def reload(*_: object) -> None:
+    SETTINGS.clear()
+    SETTINGS.update(tomllib.loads(Path(FLAGS["--config"]).read_text()))
+    (RUN / "reloaded").touch()
+
+
+signal.signal(signal.SIGHUP, reload)
 server = Server((SETTINGS["gateway"]["host"], SETTINGS["gateway"]["port"]), Handler)
 tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 tls.load_cert_chain(FLAGS["--tls"])

@@ -76,6 +76,17 @@ class RootedService(SystemdService):
         self._write(alive)
         return bool(chosen)
 
+    def reload_models(self, drain: float) -> bool:
+        gateway = self._alive().get("gateway")
+        if gateway is None:
+            return False
+        done = self.layout.run.parent / "reloaded"
+        done.unlink(missing_ok=True)
+        os.kill(gateway.pid, signal.SIGHUP)
+        while not done.exists() and gateway.alive():
+            time.sleep(0.01)
+        return True
+
     def state(self) -> ServiceState:
         known, alive = self._read(), self._alive()
         if known.keys() - alive.keys():

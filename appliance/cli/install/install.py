@@ -178,7 +178,7 @@ def install(
             start_timeout=start_timeout or given.start_timeout or 900.0,
             tls=_tls(given, tls_cert, tls_key, tls_name, tls),
         )
-        _install(options, layout, purpose=purpose, interactive=answers is None, as_json=as_json)
+        run_options(options, layout, purpose=purpose, interactive=answers is None, as_json=as_json)
 
 
 def upgrade(
@@ -234,7 +234,8 @@ def _hand_over(media: list[Path], layout: Layout, purpose: str = "install") -> N
         return
 
 
-def _install(options: InstallOptions, layout: Layout, *, purpose: str, interactive: bool, as_json: bool) -> None:
+def run_options(options: InstallOptions, layout: Layout, *, purpose: str, interactive: bool, as_json: bool) -> None:
+    """Install with these options, and print the result."""
     with Terminal(layout.prefix, to_stderr=as_json) as terminal:
         terminal.interactive = interactive and sys.stdin.isatty()
         if options.dry_run:  # short, and writes nothing: no job is needed

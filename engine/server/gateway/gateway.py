@@ -12,19 +12,17 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import AtollError, ConfigError, ModelError, complain
+from engine.errors import ConfigError, ModelError, complain
 from engine.message import joined, msg
+from engine.server.gateway.fleet import Fleet
 from engine.server.http import credentials
 from engine.server.http.listening import bind_tcp, check_tls, inherited_sockets, is_local, url_of
-from engine.server.ipc.client import EngineClient
-from engine.server.ipc.framing import PeerPolicy
-from engine.server.openai.serving import ServedModel, output_settings
+from engine.server.openai.serving import Gateway
 from engine.server.process import logs
 from engine.server.process.exit import exit_now
 from engine.server.process.notify import Notifier
-from engine.server.settings.commands import engine_of, parse_gateway
+from engine.server.settings.commands import parse_gateway
 from engine.server.settings.options import GatewayOptions
-from engine.server.settings.server_file import model_names
 
 if TYPE_CHECKING:
     from engine.server.gateway.http_server import HttpServer
@@ -52,7 +50,7 @@ def main(argv: list[str]) -> int:
         keys = _keys(options)
         sockets = inherited_sockets() or [bind_tcp(options.host, options.port)]
         _refuse_exposure(options, sockets)
-        models, broken = load_models(options)
+        fleet = Fleet(options)
     except ConfigError as error:
         complain("atoll gateway", error)
         return EXIT_CONFIG
@@ -61,60 +59,14 @@ def main(argv: list[str]) -> int:
         return EXIT_MODEL
     from engine.server.gateway.main_loop import run
 
-    return exit_now(run(_serving(options, sockets, keys, models, broken)))
+    return exit_now(run(_serving(options, sockets, keys, fleet)))
 
 
 def _check(options: GatewayOptions) -> int:
     """Load everything that serving needs, without a socket. Returns 0 if every model can be served."""
     from engine.server.gateway import app, main_loop  # noqa: F401
 
-    _, broken = load_models(options)
-    return EXIT_MODEL if broken else 0
-
-
-def load_models(options: GatewayOptions) -> tuple[dict[str, ServedModel], dict[str, str]]:
-    """(every served name and its model, instances that cannot be served and why). A broken model does not affect the
-    others.
-
-    Raises ConfigError if no model is configured, and the first model's error if none can be served.
-    """
-    policy = PeerPolicy.parse([], options.allow_group)
-    models: dict[str, ServedModel] = {}
-    broken: dict[str, str] = {}
-    errors: list[AtollError] = []
-    instances = model_names(options.config)
-    served: dict[str, ServedModel] = {}   # by instance
-    copies: dict[str, str] = {}           # instance -> that whose replica it is
-    for instance in instances:
-        try:
-            engine = engine_of(instance, options.config)
-            if engine.replica_of:
-                copies[instance] = engine.replica_of
-                continue
-            config = engine.engine
-            taken = [name for name in config.served_model_name if name in models]
-            if taken:
-                raise ConfigError(msg("[models.{instance}] uses the name {taken} of another model.",
-                                      instance=instance, taken=f"{taken[0]!r}"),
-                                  "--served-model-name")
-            client = EngineClient(options.engines / instance / "engine.sock", policy=policy)
-            model = ServedModel.load(config.model_name, config.model, client, **output_settings(config))
-            served[instance] = model
-        except (ConfigError, ModelError) as error:
-            log.error("%s is not served: %s", instance, error)
-            broken[instance] = str(error.message)
-            errors.append(error)
-        else:
-            models.update(dict.fromkeys(config.served_model_name, model))
-    for instance, of in copies.items():
-        if of in served:
-            client = EngineClient(options.engines / instance / "engine.sock", policy=policy)
-            served[of].replicas.add(client, instance)
-    if errors and not models:
-        raise errors[0]
-    if not models:
-        raise ConfigError(msg("{config} names no model: it has no [models.NAME].", config=options.config), "--config")
-    return models, broken
+    return EXIT_MODEL if Fleet(options).broken else 0
 
 
 def _keys(options: GatewayOptions) -> credentials.GatewayKeys | None:
@@ -146,21 +98,21 @@ def _refuse_exposure(options: GatewayOptions, sockets: list[socket.socket]) -> N
 
 
 def _serving(options: GatewayOptions, sockets: list[socket.socket], keys: credentials.GatewayKeys | None,
-             models: dict[str, ServedModel], broken: dict[str, str]) -> "Serving":
+             fleet: Fleet) -> "Serving":
     from engine.server.gateway.app import create_app
     from engine.server.gateway.http_server import make_server
     from engine.server.gateway.main_loop import Serving
 
     certificate, key = _tls(options)
-    app = create_app(models, auth=keys, limits=options.limits, allowed_origins=options.allowed_origins, broken=broken,
-                     traces_endpoint=options.otlp_traces_endpoint)
+    app = create_app(fleet.models, auth=keys, limits=options.limits, allowed_origins=options.allowed_origins,
+                     broken=fleet.broken, traces_endpoint=options.otlp_traces_endpoint)
     server = make_server(
         app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
         ssl_certfile=certificate, ssl_keyfile=key)
-    server.gateway = app.state.gateway
+    server.gateway = fleet.gateway = gateway = app.state.gateway
     return Serving(
         "atoll gateway", log, server, sockets, options.shutdown_timeout,
-        lambda notifier: _report(server, notifier, options, sockets, models, broken),
+        lambda notifier: _report(server, notifier, options, sockets, gateway), fleet=fleet,
         reload=lambda: _reload(options, server.config.ssl, keys),
     )
 
@@ -179,32 +131,32 @@ def _reload(options: GatewayOptions, context: ssl.SSLContext | None, keys: crede
     log.info("reloaded certificate and keys")
 
 
-def _summary(models: dict[str, ServedModel], broken: dict[str, str]) -> str:
+def _summary(gateway: Gateway) -> str:
     """One line for `systemctl status`: each engine once."""
     words = []
-    for model in {id(model): model for model in models.values()}.values():
+    for model in {id(model): model for model in gateway.models.values()}.values():
         for replica in model.replicas:
             client = replica.client
             state = client.state if client.state != "ready" or client.healthy() else "stalled"
             name = model.name if client is model.client else replica.name
             words.append(f"{name} {client.progress or _STATES.get(state, state)}")
-    return "; ".join([*words, *(f"{name} not served" for name in broken)])
+    return "; ".join([*words, *(f"{name} not served" for name in gateway.broken)])
 
 
 async def _report(server: "HttpServer", notifier: Notifier, options: GatewayOptions,
-                  sockets: list[socket.socket], models: dict[str, ServedModel], broken: dict[str, str]) -> None:
+                  sockets: list[socket.socket], gateway: Gateway) -> None:
     """Report readiness to systemd as soon as the port answers, whatever the engines' states; then feed the watchdog,
     which shows that this event loop runs."""
     while not server.started:
         await asyncio.sleep(0.02)
     urls = [f"{url_of(sock, tls=options.ssl_certfile is not None)}/v1" for sock in sockets]
-    said = _summary(models, broken)
+    said = _summary(gateway)
     notifier.ready(said)
-    log.info("ready", extra={"fields": {"urls": urls, "models": list(models)}})
+    log.info("ready", extra={"fields": {"urls": urls, "models": list(gateway.models)}})
     while True:
         notifier.watchdog()
         await asyncio.sleep(STATUS_SECONDS)
-        if (now := _summary(models, broken)) != said:
+        if (now := _summary(gateway)) != said:
             said = now
             notifier.status(said)
             log.info("engines: %s", said)

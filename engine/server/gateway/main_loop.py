@@ -13,6 +13,7 @@ import msgspec
 import uvloop
 
 from engine.errors import complain
+from engine.server.gateway.fleet import Fleet
 from engine.server.gateway.http_server import HttpServer
 from engine.server.http import local_socket
 from engine.server.openai.replies import to_json
@@ -44,6 +45,7 @@ class Serving:
     shutdown_timeout: float                                       # seconds that running requests get at shutdown
     report: Callable[[Notifier], Coroutine[Any, Any, None]]       # tells systemd and the operator about the state
     engine: EngineChild | None = None                             # if given, we restart and stop it
+    fleet: Fleet | None = None                                    # its models, where these can change
     reload: Callable[[], None] | None = None                      # on SIGHUP; without it SIGHUP stops, as SIGTERM does
 
 
@@ -83,7 +85,7 @@ async def _run(serving: Serving) -> int:
     elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a closed terminal does not stop us
         loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP.name)
 
-    local = await listen_locally(server.gateway) if server.gateway is not None else []
+    local = await listen_locally(server.gateway, serving.fleet) if server.gateway is not None else []
     http = asyncio.create_task(server.serve(sockets=serving.sockets), name="http")
     supervisor = asyncio.create_task(engine.supervise(), name="supervisor") if engine is not None else None
     reporter = asyncio.create_task(serving.report(notifier), name="reporter")
@@ -114,7 +116,7 @@ async def _run(serving: Serving) -> int:
     return 0
 
 
-async def listen_locally(gateway: Gateway) -> list[asyncio.Server]:
+async def listen_locally(gateway: Gateway, fleet: Fleet | None = None) -> list[asyncio.Server]:
     """Open the sockets for programs on this machine."""
     def drain(on: bool | None = None) -> tuple[bytes, str]:
         if on is not None and on != gateway.draining:
@@ -125,6 +127,8 @@ async def listen_locally(gateway: Gateway) -> list[asyncio.Server]:
 
     admin = {"GET /requests": lambda: (to_json(gateway.active.listing(MOST_LISTED)), "application/json"),
              "GET /drain": drain, "POST /drain": lambda: drain(True), "DELETE /drain": lambda: drain(False)}
+    if fleet is not None:
+        admin |= fleet.admin_answers()
     offered = [await local_socket.listen(local_socket.METRICS, {"GET /metrics": gateway.metrics.render}),
                await local_socket.listen(local_socket.ADMIN, admin)]
     return [each for each in offered if each is not None]

@@ -17,6 +17,7 @@ import socket
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 MOST_REQUEST = 4096   # bytes up to the empty line
@@ -38,8 +39,9 @@ ADMIN = LocalSocket("ATOLL_ADMIN_SOCKET", 0o600,
                     "the dashboard shows no active requests, and atoll drain does not work")
 
 
-async def listen(which: LocalSocket, answers: Mapping[str, Callable[[], tuple[bytes, str]]]) -> asyncio.Server | None:
-    """Answer a request without a body with (body, content type) of `answers["METHOD /path"]`.
+async def listen(which: LocalSocket, answers: Mapping[str, Callable[..., tuple[bytes, str]]]) -> asyncio.Server | None:
+    """Answer a request without a body with (body, content type) of `answers["METHOD /path"]`, or of
+    `answers["METHOD /path?"]`, which gets the query as it was sent.
 
     Returns None if no socket is wanted, or none can be created: the API must work without it.
     """
@@ -56,7 +58,11 @@ async def listen(which: LocalSocket, answers: Mapping[str, Callable[[], tuple[by
         try:
             async with asyncio.timeout(SECONDS):
                 method, target, *_ = (*(await reader.readuntil(b"\r\n\r\n")).split(b" ", 2), b"", b"")
-                render = answers.get(b" ".join((method, target)).decode("ascii", "replace"))
+                asked = b" ".join((method, target)).decode("ascii", "replace")
+                path, _, query = asked.partition("?")
+                render = answers.get(asked)
+                if render is None and (with_query := answers.get(f"{path}?")) is not None:
+                    render = partial(with_query, query)
                 body, kind = render() if render is not None else (b"", "text/plain")
                 status = "200 OK" if render is not None else "404 Not Found"
                 writer.write(f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n"

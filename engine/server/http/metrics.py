@@ -7,7 +7,7 @@ sends becomes a label, and the text of prompts and answers never reaches this fi
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -59,10 +59,7 @@ class Metrics:
         disable_created_metrics()  # a `_created` series beside every counter would double the page
         self.registry = CollectorRegistry()
         self._label: dict[str, str] = {}
-        first: dict[int, str] = {}
-        for name, replicas in models.items():
-            self._label[name] = first.setdefault(id(replicas.first), name)
-        self._models = {self._label[name]: replicas for name, replicas in models.items()}
+        self._models: dict[str, Replicas] = {}
         self.registry.register(_EngineCollector(self._models))
 
         tokens = one_two_five(max_model_len)
@@ -103,13 +100,29 @@ class Metrics:
             "http_request_duration_seconds", "Time to the last byte of an HTTP response.", ["handler", "method"],
             buckets=LATENCY_BUCKETS, registry=self.registry)
 
-        for label, replicas in self._models.items():
-            for replica in replicas:
-                self.watch(label, replica)
-            for refusal in MODEL_REFUSALS:
-                self.rejections.labels(label, "0", refusal)
+        names: dict[int, list[str]] = {}
+        for name, replicas in models.items():
+            names.setdefault(id(replicas.first), []).append(name)
+        for aliases in names.values():
+            self.add(aliases, models[aliases[0]])
         for refusal in SERVER_REFUSALS:
             self.rejections.labels(UNKNOWN, "0", refusal)
+
+    def add(self, names: Sequence[str], replicas: Replicas) -> None:
+        """One more model, under its served names."""
+        label = names[0]
+        self._label.update(dict.fromkeys(names, label))
+        self._models[label] = replicas
+        for replica in replicas:
+            self.watch(label, replica)
+        for refusal in MODEL_REFUSALS:
+            self.rejections.labels(label, "0", refusal)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """The model is gone. What was counted stays, for rates over the moment of its removal."""
+        for name in names:
+            self._label.pop(name, None)
+            self._models.pop(name, None)
 
     def watch(self, model: str, replica: Replica) -> None:
         """Observe the steps of this engine, one of `model`'s."""

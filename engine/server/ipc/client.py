@@ -75,13 +75,13 @@ class EngineClient:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="engine-client")
 
-    async def close(self) -> None:
+    async def close(self, why: str = "The gateway is stopping.") -> None:
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
-        self._lost("The gateway is stopping.")
+        self._lost(why)
 
     async def wait_ready(self, timeout: float | None = None) -> m.EngineInfo:
         """Wait until the engine is ready. Raises TimeoutError."""

@@ -8,7 +8,7 @@ the engine has not clearly more to do than the others. Engines that load, hang o
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.core.request import EngineStats
@@ -61,6 +61,14 @@ class Replicas:
         replica = Replica(number, client, name)
         self._replicas.append(replica)
         return replica
+
+    def keep(self, names: Collection[str]) -> list[Replica]:
+        """Remove all but the first engine and those of `names`; returns those that were removed."""
+        gone = [replica for replica in self._replicas[1:] if replica.name not in names]
+        self._replicas = [replica for replica in self._replicas if replica not in gone]
+        for replica in gone:
+            self._prefixes.forget(replica.number)
+        return gone
 
     def usable(self) -> list[EngineClient]:
         """The engines that can take a request now."""

@@ -50,11 +50,12 @@ class ServedModel:
     auto_tools: bool = True
     wait: ExpectedWait = field(default_factory=ExpectedWait)
     pooling: Pooling = "last"
+    instance: str = ""       # of its first engine; its name where there is no other
     _output: OutputFormat | None = None
     replicas: Replicas = field(init=False)
 
     def __post_init__(self) -> None:
-        self.replicas = Replicas(self.client, self.name)
+        self.replicas = Replicas(self.client, self.instance or self.name)
 
     @classmethod
     def load(

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from server_kit import Server
+from server_kit import RootedService, Server
 
-from installer.decide.options import ModelChoice
+from installer.base.errors import InstallError
+from installer.decide.options import ModelChoice, ReplicaChoice
 from installer.operate.status import status
 
 Bundles = Callable[..., Path]
@@ -67,3 +68,46 @@ def test_it_goes_with_its_model(replicated: Server, bundle: Bundles) -> None:
     assert replicated.service.models() == ["second"]
     assert "tiny-b" not in replicated.layout.config.read_text()
     assert "tiny-b" not in replicated.service.named_pids()
+
+
+def test_replicas_come_and_go_without_a_restart(server: Server, bundle: Bundles) -> None:
+    server.install(models=[ModelChoice(bundle(), "tiny", gpus=("0",))])
+    before = server.service.named_pids()
+    server.install(models=[], replicas=[ReplicaChoice("tiny-b", "tiny", ("1",))])
+    assert REPLICA.splitlines()[-1] in server.layout.config.read_text()
+    assert server.service.models() == ["tiny", "tiny-b"]
+    assert before.items() <= server.service.named_pids().items(), "the gateway and the model were not touched"
+    assert "tiny-b" in server.service.named_pids()
+    again = server.install(models=[], replicas=[ReplicaChoice("tiny-b", "tiny", ("1",))])
+    assert again.outcome == "already-installed"
+    server.install(models=[], remove=["tiny-b"])
+    assert server.service.models() == ["tiny"]
+    assert server.service.named_pids() == before
+    assert "tiny-b" not in server.layout.config.read_text()
+
+
+@pytest.mark.parametrize(("choice", "said"), [
+    (ReplicaChoice("tiny-b", "other"), "No model called other"),
+    (ReplicaChoice("tiny", "tiny"), "called tiny already"),
+    (ReplicaChoice("Tiny B", "tiny"), "cannot be used for a service"),
+])  # fmt: skip
+def test_a_replica_needs_a_model_and_a_name(server: Server, bundle: Bundles, choice: ReplicaChoice, said: str) -> None:
+    server.install(bundle())
+    before = server.layout.config.read_text()
+    with pytest.raises(InstallError, match=said):
+        server.install(models=[], replicas=[choice])
+    assert server.layout.config.read_text() == before
+
+
+def test_a_gateway_that_cannot_read_again_is_restarted(
+    server: Server, bundle: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be of an older release."""
+    server.install(bundle())
+    before = server.service.named_pids()
+    monkeypatch.setattr(RootedService, "reload_models", lambda *_: False)
+    server.install(models=[ModelChoice(bundle(2), "second")])
+    after = server.service.named_pids()
+    assert after["gateway"] != before["gateway"]
+    assert after["tiny"] == before["tiny"]
+    assert server.serving()["models"].keys() == {"second", "tiny"}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from installer_kit import tree
@@ -12,6 +13,7 @@ from installer.access import api_keys
 from installer.audit import log
 from installer.base.journal import replay
 from installer.decide.frontend import Unattended
+from installer.decide.options import ReplicaChoice
 from installer.operate.lifecycle import start
 from installer.service import units
 
@@ -70,6 +72,34 @@ def test_rollback(server: Server, bundle: Bundles, step: str, event: str) -> Non
         assert server.rollback().release == two.release
     assert server.rollback().release == one.release
     assert server.serving()["models"] == {"tiny": one.model_dir}
+    assert server.history.open_switch is None
+
+
+@pytest.mark.parametrize("change", ["add", "remove"])
+@pytest.mark.parametrize(("step", "event"), [
+    ("units", "begin"), ("units", "switch"), ("units", "done"), ("switch", "done"), ("start", "done"),
+    ("commit", "commit"),
+])  # fmt: skip
+def test_a_replica(server: Server, bundle: Bundles, step: str, event: str, change: str) -> None:
+    """The same command again completes it; `atoll start`, as the boot does, puts back what was."""
+    server.install(bundle())
+    add: dict[str, Any] = {"models": [], "replicas": [ReplicaChoice("tiny-b", "tiny")]}
+    remove: dict[str, Any] = {"models": [], "remove": ["tiny-b"]}
+    with_it, without = ["tiny", "tiny-b"], ["tiny"]
+    if change == "remove":
+        server.install(**add)
+    wanted, options = (with_it, add) if change == "add" else (without, remove)
+    before = server.service.models()
+    assert killed_at_step(step, event, lambda: server.install(**options))
+    if event != "commit":
+        start(server.layout, Unattended(), service=server.service, timeout=20)
+        assert server.service.models() == before
+        assert ("tiny-b" in server.layout.config.read_text()) == ("tiny-b" in before)
+        assert killed_at_step(step, event, lambda: server.install(**options))
+        server.install(**options)
+    assert server.service.models() == wanted
+    assert server.service.named_pids().keys() == {"gateway", *wanted}
+    assert ("tiny-b" in server.layout.config.read_text()) == ("tiny-b" in wanted)
     assert server.history.open_switch is None
 
 
