@@ -78,7 +78,7 @@ PROMETHEUS = .cache/prometheus
 test-prometheus: $(VENV)/.dev  ## The alert rules and the Grafana dashboard in a real Prometheus (Debian's package) that scrapes a live service
 	@mkdir -p $(PROMETHEUS)
 	@test -x $(PROMETHEUS)/usr/bin/promtool || { cd $(PROMETHEUS) && apt-get download prometheus && dpkg -x prometheus_*.deb .; }
-	@ATOLL_PROMETHEUS="$(CURDIR)/$(PROMETHEUS)/usr/bin" $(BIN)/python -m pytest -v tests/engine/server/http/test_prometheus.py
+	@ATOLL_PROMETHEUS="$(CURDIR)/$(PROMETHEUS)/usr/bin" $(BIN)/python -m pytest -v tests/engine/server/observe/test_prometheus.py
 
 test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on machines that boot without a network
 	@$(BIN)/python -m appliance.demo.model >/dev/null

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from appliance.service.sizing import table
+from appliance.service.planning.sizing import table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARKERS = "<!-- sizing: written by .ci/sizing.py -->", "<!-- sizing: end -->"

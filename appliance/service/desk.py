@@ -26,10 +26,10 @@ from installer.service.log_file import readable, tail
 
 if TYPE_CHECKING:
     from appliance.service.dashboard.control import Action
-    from appliance.service.offers import Offer
     from appliance.service.pilot.board import PilotBoard
     from appliance.service.pilot.edit import StageField
     from appliance.service.pilot.plan import PilotPlan
+    from appliance.service.planning.offers import Offer
     from appliance.service.trouble import Trouble
     from appliance.service.tuning.board import Board
 
@@ -142,7 +142,7 @@ class Desk:
 
     def offers(self) -> list["Offer"]:
         """The models of the medium. Loads PyTorch; raises InstallError."""
-        from appliance.service.offers import offers
+        from appliance.service.planning.offers import offers
 
         return offers(self.layout, self.answers)
 

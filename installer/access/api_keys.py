@@ -4,8 +4,8 @@ The keys that sign bundles are something else (`atoll keys`, offline_bundle/sign
 for its smoke test. Nobody needs that key later: it expires within the hour and is removed when the install ends.
 
 Every change reads, changes and replaces the file under a lock of its own, so an operator may revoke a key during an
-install. The gateway reads the file again when it changes (engine/server/http/auth.py); under systemd it has a copy,
-which `systemctl reload` replaces (engine/server/http/credentials.py).
+install. The gateway reads the file again when it changes (engine/server/access/auth.py); under systemd it has a copy,
+which `systemctl reload` replaces (engine/server/access/credentials.py).
 """
 
 import errno
@@ -34,7 +34,7 @@ SCOPES = {
     "admin": t("everything, including later endpoints for operators"),
 }
 DEFAULT_SCOPES = ("serve", "metrics")   # also of keys without the field, which are older than scopes
-MAX_FILE_BYTES = 4 << 20                # as in engine/server/http/auth.py
+MAX_FILE_BYTES = 4 << 20                # as in engine/server/access/auth.py
 MAX_GROUP_CHARACTERS = 64               # the same
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")

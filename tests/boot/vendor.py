@@ -24,7 +24,7 @@ MODEL = "smollm2-135m-instruct"
 LATER, BAD = "0.90.0", "0.91.0"
 
 # What makes the last release a bad one: the engine gives tokens, so it is healthy; the gateway's chat does not work.
-BROKEN_FILE = "engine/server/openai/chat.py"
+BROKEN_FILE = "engine/server/openai/chat/endpoint.py"
 BROKEN_AFTER = "async def chat_completions(request: Request) -> Response:\n"
 BROKEN_LINE = '    raise RuntimeError("this release was broken on purpose")\n'
 

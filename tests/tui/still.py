@@ -12,7 +12,7 @@ from appliance.service.desk import Desk
 from appliance.service.facts import GpuFact, MachineFacts
 from appliance.service.findings import Finding, Waiver, made
 from appliance.service.gpu_details import GpuDetail, GpuDetails
-from appliance.service.offers import Offer
+from appliance.service.planning.offers import Offer
 from appliance.service.state import State, StepState
 from appliance.service.steps import STEPS
 from installer.base.i18n import t

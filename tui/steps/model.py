@@ -20,7 +20,7 @@ from tui.steps.body import StepBody
 from tui.texts import human
 
 if TYPE_CHECKING:
-    from appliance.service.offers import Offer
+    from appliance.service.planning.offers import Offer
 
 _COLUMNS = (t("Model"), t("Size"), t("Weights"), t("Context"), t("Fits"), t("Licence"))
 _NARROW = (_COLUMNS[0], _COLUMNS[1], *_COLUMNS[4:])   # beside a rail in 80 columns
@@ -59,7 +59,7 @@ class ModelBody(StepBody):
 
     @work(thread=True, exclusive=True, exit_on_error=False)
     def _look(self) -> None:
-        from appliance.service.offers import uses
+        from appliance.service.planning.offers import uses
 
         found, problem = [], None
         try:

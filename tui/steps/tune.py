@@ -22,7 +22,7 @@ from tui.pauses import keep_loaded
 from tui.steps.body import StepBody
 
 if TYPE_CHECKING:
-    from appliance.service.planner import Knobs
+    from appliance.service.planning.planner import Knobs
     from appliance.service.tuning.board import Board, Seen
 
 _KNOBS = {"context": t("Context length"), "sequences": t("Users at once"), "share": t("GPU memory share"),

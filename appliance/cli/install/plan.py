@@ -9,7 +9,7 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import language_of, t
 
 if TYPE_CHECKING:
-    from appliance.service.planner import Planned
+    from appliance.service.planning.planner import Planned
     from appliance.service.presets.catalogue import GpuModel
 
 _DOES_NOT_FIT = ExitCode.PREFLIGHT_FAIL
@@ -77,7 +77,7 @@ def _plan(
     asked: str | None, gpu: str | None, context: int | None, users: int | None, quantization: str | None,
     kv_cache_dtype: str | None, share: float | None, as_json: bool,
 ) -> bool:  # fmt: skip
-    from appliance.service import pick, planner
+    from appliance.service.planning import pick, planner
     from appliance.service.presets import resolve
 
     if asked is None:
@@ -174,7 +174,7 @@ def _print_ways(ways: list[Any]) -> None:
 
 
 def _print_table(as_json: bool) -> None:
-    from appliance.service.sizing import table
+    from appliance.service.planning.sizing import table
 
     lines = list(table(language_of()))
     if as_json:

@@ -29,7 +29,7 @@ app = Commands(
 def _list(ctx: typer.Context, gpu: Gpu = None, as_json: Json = False) -> None:
     if ctx.invoked_subcommand is not None:
         return
-    from appliance.service import pick
+    from appliance.service.planning import pick
     from appliance.service.presets import resolve
 
     with told(as_json):
@@ -65,7 +65,7 @@ def show(
 
     Exit code 3: it does not fit on this GPU; the nearest that does is named.
     """
-    from appliance.service import pick
+    from appliance.service.planning import pick
     from appliance.service.presets import resolve
 
     with told(as_json):

@@ -45,7 +45,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     from appliance.load.result import read_result
-    from appliance.service import cost
+    from appliance.service.planning import cost
 
     with told(as_json):
         given = cost.of_file(file) if file else {}

@@ -37,8 +37,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Check a plan, or print one as a start for your own. Changes nothing."""
-    from appliance.service import cost
     from appliance.service.pilot.plan import EXAMPLE, read_plan
+    from appliance.service.planning import cost
 
     with told(as_json):
         if example:

@@ -4,13 +4,13 @@ import contextlib
 from dataclasses import dataclass, field
 
 from appliance.series import Series, SeriesError
-from appliance.service import cost
 from appliance.service.findings import Finding
 from appliance.service.pilot import records
 from appliance.service.pilot.kpi import Kpi, judged, measure
 from appliance.service.pilot.plan import Goal, PilotPlan, Stage, Stop
 from appliance.service.pilot.records import PilotState, StageState
 from appliance.service.pilot.report import FIGURES, STATUS, recommends
+from appliance.service.planning import cost
 from installer.access import api_keys
 from installer.base.i18n import t
 from installer.base.layout import Layout

@@ -1,7 +1,7 @@
 """Whether a plan fits this installation: what only the installation knows, its API keys and limits."""
 
-from appliance.service import cost
 from appliance.service.pilot.plan import PilotPlan
+from appliance.service.planning import cost
 from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from appliance.series import Series, SeriesError
-from appliance.service import cost, report_page
+from appliance.service import report_page
 from appliance.service.findings import Finding
 from appliance.service.pilot import records as events
 from appliance.service.pilot.kpi import Kpi
 from appliance.service.pilot.records import PilotState, Records
+from appliance.service.planning import cost
 from appliance.service.verification.report import charts
 from appliance.service.verification.report.markdown import safe, table
 from installer.audit import log

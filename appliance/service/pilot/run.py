@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from appliance.series import Recorder, Series, SeriesError, Store, Window
-from appliance.service import cost
 from appliance.service.dashboard.key import KEY as WATCHER_KEY
 from appliance.service.jobs.frontend import JobFrontend
 from appliance.service.jobs.process import Work
@@ -21,6 +20,7 @@ from appliance.service.pilot.check import check, unfit
 from appliance.service.pilot.kpi import judged, measure, tripped
 from appliance.service.pilot.plan import PilotPlan, Stage
 from appliance.service.pilot.records import PilotState, Records
+from appliance.service.planning import cost
 from appliance.service.verification.subject import KEY_NAME as VERIFICATION_KEY
 from appliance.service.verification.subject import Subject, of_installation
 from installer.access import api_keys

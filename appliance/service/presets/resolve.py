@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
-from appliance.service.planner import Knobs, Planned, plan, stream_bound
+from appliance.service.planning.planner import Knobs, Planned, plan, stream_bound
 from appliance.service.presets.catalogue import (
     GpuModel,
     Model,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.service import pick, planner
 from appliance.service.facts import machine_facts
-from appliance.service.planner import MOST_TOKENS, MOST_USERS, Knobs, Planned
+from appliance.service.planning import pick, planner
+from appliance.service.planning.planner import MOST_TOKENS, MOST_USERS, Knobs, Planned
 from appliance.service.presets.answers import PresetAnswers
 from appliance.service.presets.catalogue import GpuModel
 from appliance.service.presets.choose import choose

@@ -6,8 +6,8 @@ import secrets
 import time
 from typing import Any
 
-from appliance.service import pick
 from appliance.service.jobs.frontend import JobFrontend
+from appliance.service.planning import pick
 from appliance.service.presets.catalogue import GpuModel, catalogue
 from appliance.service.presets.resolve import find as find_preset
 from appliance.service.tuning import advice, records

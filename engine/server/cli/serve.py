@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from engine.errors import AtollError, ConfigError, ModelError, complain
-from engine.server.http.auth import KeyFile
+from engine.server.access.auth import KeyFile
 from engine.server.http.exposure import check_exposure, is_loopback
 from engine.server.http.listening import BACKLOG, bind_tcp, check_tls
 from engine.server.ipc import framing

@@ -19,17 +19,18 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from engine.errors import AtollError
+from engine.server.access.auth import KeyFile
+from engine.server.access.scopes import needs_key
 from engine.server.gateway import health
 from engine.server.gateway.docs_page import HEADERS, docs_page
+from engine.server.gateway.middleware import Authentication, RequestContext
 from engine.server.gateway.openapi import openapi_document
-from engine.server.http.auth import KeyFile
 from engine.server.http.errors import ApiError, from_exception, invalid, shortened
 from engine.server.http.limits import Limits
-from engine.server.http.metrics import Metrics
-from engine.server.http.middleware import Authentication, RequestContext
-from engine.server.http.scopes import needs_key
-from engine.server.http.tracing import Exporter, Tracing
-from engine.server.openai import chat, completions, embeddings, models
+from engine.server.observe.metrics import Metrics
+from engine.server.observe.tracing import Exporter, Tracing
+from engine.server.openai import completions, embeddings, models
+from engine.server.openai.chat import endpoint as chat
 from engine.server.openai.responses import endpoint as responses
 from engine.server.openai.serving import Gateway, ServedModel
 

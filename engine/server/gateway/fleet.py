@@ -18,7 +18,7 @@ from engine.message import msg
 from engine.server.ipc.client import EngineClient
 from engine.server.ipc.framing import PeerPolicy
 from engine.server.ipc.replicas import Replica
-from engine.server.openai.replies import to_json
+from engine.server.openai.reply.replies import to_json
 from engine.server.openai.serving import Gateway, ServedModel, output_settings
 from engine.server.settings.commands import engine_of
 from engine.server.settings.options import EngineOptions, GatewayOptions

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError, ModelError, complain
 from engine.message import joined, msg
+from engine.server.access import credentials
 from engine.server.gateway.fleet import Fleet
-from engine.server.http import credentials
 from engine.server.http.listening import bind_tcp, check_tls, inherited_sockets, is_local, url_of
 from engine.server.openai.serving import Gateway
 from engine.server.process import logs

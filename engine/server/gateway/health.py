@@ -4,11 +4,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.server.access.scopes import caller_of
 from engine.server.http.documented import documented
 from engine.server.http.errors import overloaded, shortened
-from engine.server.http.scopes import caller_of
 from engine.server.openai.endpoint import gateway_of, json_reply
-from engine.server.openai.replies import StatusReply, VersionReply
+from engine.server.openai.reply.replies import StatusReply, VersionReply
 from engine.server.openai.serving import ServedModel
 
 probes = APIRouter(tags=["Health"])

@@ -10,10 +10,10 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from engine.server.http.access_log import AccessLog
 from engine.server.http.connections import Acceptor
 from engine.server.http.limits import Limits
 from engine.server.http.protocol import BoundedHttpProtocol
+from engine.server.observe.access_log import AccessLog
 from engine.server.openai.serving import Gateway
 
 ARRIVAL_SECONDS = 2.0  # how long a client that connected just before the shutdown may take to send its request

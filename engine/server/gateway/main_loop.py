@@ -16,7 +16,7 @@ from engine.errors import complain
 from engine.server.gateway.fleet import Fleet
 from engine.server.gateway.http_server import HttpServer
 from engine.server.http import local_socket
-from engine.server.openai.replies import to_json
+from engine.server.openai.reply.replies import to_json
 from engine.server.openai.serving import Gateway
 from engine.server.process.engine_child import EngineChild, EngineFailedError
 from engine.server.process.notify import Notifier

@@ -7,7 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.routing import BaseRoute
 
 from engine.server.http.documented import schemas
-from engine.server.openai.refused_fields import HARMLESS
+from engine.server.openai.request.refused_fields import HARMLESS
 
 
 def openapi_document(routes: Sequence[BaseRoute], version: str) -> dict[str, Any]:

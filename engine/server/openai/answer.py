@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 from msgspec import UNSET
 
 from engine.server.http.limits import Limits
-from engine.server.openai import replies as r
 from engine.server.openai.generation import ChoiceDelta, Generation
-from engine.server.openai.logprobs import prompt_logprobs
-from engine.server.openai.schema import SamplingFields
+from engine.server.openai.reply import replies as r
+from engine.server.openai.reply.logprobs import prompt_logprobs
+from engine.server.openai.request.schema import SamplingFields
 from engine.server.openai.serving import ServedModel
 
 Body = TypeVar("Body", bound=SamplingFields)

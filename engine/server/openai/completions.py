@@ -10,16 +10,16 @@ from engine.errors import InvalidRequestError
 from engine.server.http.documented import documented
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
-from engine.server.openai import replies as r
 from engine.server.openai.answer import Addition, Answer, Choice
 from engine.server.openai.generation import ChoiceDelta, Generation
-from engine.server.openai.logprobs import completion_logprobs
 from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
 from engine.server.openai.prompts import encoded
-from engine.server.openai.sampling import answer_room, constrained, sampling_params
-from engine.server.openai.schema import CompletionRequest
+from engine.server.openai.reply import replies as r
+from engine.server.openai.reply.logprobs import completion_logprobs
+from engine.server.openai.request.sampling import answer_room, constrained, sampling_params
+from engine.server.openai.request.schema import CompletionRequest
+from engine.server.openai.request.structured import answer_field, answer_form
 from engine.server.openai.serving import Gateway, ServedModel
-from engine.server.openai.structured import answer_field, answer_form
 from engine.text.detok import Detokenizer
 from engine.text.grammar import forms
 from engine.text.tokenizer import TextTokenizer

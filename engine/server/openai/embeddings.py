@@ -14,12 +14,10 @@ from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
 from engine.embedding import finished
 from engine.errors import EngineDeadError, InvalidRequestError, QuarantinedError
-from engine.server.http.caller import Caller, Work
+from engine.server.access.caller import Caller, Work
+from engine.server.access.scopes import caller_of
 from engine.server.http.documented import documented
-from engine.server.http.scopes import caller_of
 from engine.server.ipc.messages import EngineInfo
-from engine.server.openai import replies as r
-from engine.server.openai.body import read_request
 from engine.server.openai.endpoint import (
     admission,
     cache_salt,
@@ -31,7 +29,9 @@ from engine.server.openai.endpoint import (
 from engine.server.openai.generation import raise_if_failed
 from engine.server.openai.pipeline import GENERATING_ERRORS
 from engine.server.openai.prompts import encoded
-from engine.server.openai.schema import EmbeddingRequest
+from engine.server.openai.reply import replies as r
+from engine.server.openai.request.body import read_request
+from engine.server.openai.request.schema import EmbeddingRequest
 from engine.server.openai.serving import Gateway, ServedModel
 
 _PARAMS = SamplingParams(max_tokens=None)  # nothing is sampled

@@ -8,15 +8,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
-from engine.server.http.caller import Caller
+from engine.server.access.caller import Caller
+from engine.server.access.scopes import caller_of
 from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
-from engine.server.http.scopes import caller_of
 from engine.server.ipc.messages import EngineInfo
-from engine.server.openai.replies import to_json
-from engine.server.openai.schema import EmbeddingRequest, SamplingFields
+from engine.server.openai.reply.replies import to_json
+from engine.server.openai.reply.sse import EventStream
+from engine.server.openai.request.schema import EmbeddingRequest, SamplingFields
 from engine.server.openai.serving import Gateway
-from engine.server.openai.sse import EventStream
 from engine.text.grammar.limits import COMPILE_SECONDS
 
 T = TypeVar("T")

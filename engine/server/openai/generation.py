@@ -13,10 +13,10 @@ from msgspec import UNSET
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from engine.errors import AtollError, EngineDeadError, InvalidRequestError, QuarantinedError
-from engine.server.http.caller import Caller, Work
-from engine.server.http.metrics import RequestTracker
+from engine.server.access.caller import Caller, Work
 from engine.server.ipc.replicas import Replica
-from engine.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
+from engine.server.observe.metrics import RequestTracker
+from engine.server.openai.reply.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.thinking_budget import ThinkingBudget, within_budget
 from engine.text.detok import Detokenizer

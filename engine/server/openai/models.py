@@ -6,12 +6,12 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
 from engine.server.http.documented import READ, documented
-from engine.server.openai import replies as r
-from engine.server.openai.body import read_request
-from engine.server.openai.chat import chat_prompt, check_chat_size, check_content
+from engine.server.openai.chat.endpoint import chat_prompt, check_chat_size, check_content
 from engine.server.openai.endpoint import admission, gateway_of, json_reply
-from engine.server.openai.sampling import check_length_before_encoding
-from engine.server.openai.schema import DetokenizeRequest, TokenizeRequest
+from engine.server.openai.reply import replies as r
+from engine.server.openai.request.body import read_request
+from engine.server.openai.request.sampling import check_length_before_encoding
+from engine.server.openai.request.schema import DetokenizeRequest, TokenizeRequest
 from engine.server.openai.serving import ServedModel
 
 _ERRORS = (404, *READ, 429, 503)

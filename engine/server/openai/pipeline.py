@@ -17,7 +17,6 @@ from engine.server.http.documented import READ
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.answer import Answer
-from engine.server.openai.body import read_request
 from engine.server.openai.endpoint import (
     admission,
     cache_salt,
@@ -30,7 +29,8 @@ from engine.server.openai.endpoint import (
     unless_disconnected,
 )
 from engine.server.openai.generation import Generation
-from engine.server.openai.schema import SamplingFields
+from engine.server.openai.request.body import read_request
+from engine.server.openai.request.schema import SamplingFields
 from engine.server.openai.serving import Gateway, ServedModel
 
 GENERATING_ERRORS = (404, *READ, 422, 429, 500, 503)

@@ -4,7 +4,7 @@ from typing import Any
 
 from engine.errors import InvalidRequestError
 from engine.server.ipc.messages import EngineInfo
-from engine.server.openai.sampling import check_length_before_encoding, check_token
+from engine.server.openai.request.sampling import check_length_before_encoding, check_token
 from engine.server.openai.serving import Gateway, ServedModel
 
 

@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 
 from engine.config import EngineConfig
 from engine.core.request import Pooling
-from engine.server.http.active import ActiveRequests
-from engine.server.http.auth import KeyFile
-from engine.server.http.caller import Caller
+from engine.server.access.auth import KeyFile
+from engine.server.access.caller import Caller
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
 from engine.server.http.expected_wait import SAMPLE_SECONDS, ExpectedWait
 from engine.server.http.limits import Limits
-from engine.server.http.metrics import Metrics
 from engine.server.http.rates import Rates
 from engine.server.ipc.client import EngineClient
 from engine.server.ipc.messages import EngineInfo
 from engine.server.ipc.replicas import Replicas
-from engine.server.openai.sampling import sampling_defaults
+from engine.server.observe.active import ActiveRequests
+from engine.server.observe.metrics import Metrics
+from engine.server.openai.request.sampling import sampling_defaults
 from engine.text.parsers.registry import OutputFormat, output_format
 from engine.text.tokenizer import TextTokenizer
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import uvicorn
 
+from engine.server.access.auth import KeyFile
 from engine.server.gateway.app import create_app
-from engine.server.http.access_log import AccessLog
-from engine.server.http.auth import KeyFile
 from engine.server.http.limits import Limits
 from engine.server.http.protocol import BoundedHttpProtocol
+from engine.server.observe.access_log import AccessLog
 from engine.server.openai.serving import Gateway, ServedModel
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from engine.server.http.auth import KeyFile
+from engine.server.access.auth import KeyFile
 from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
 

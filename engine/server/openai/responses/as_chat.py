@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequestError
-from engine.server.openai.responses.schema import ResponsesChat, ResponsesRequest
-from engine.server.openai.schema import Message, ResponseFormat
+from engine.server.openai.request.responses_schema import ResponsesChat, ResponsesRequest
+from engine.server.openai.request.schema import Message, ResponseFormat
 
 _INCLUDES = ("reasoning.encrypted_content",)  # accepted: the answer contains the reasoning in plain text
 _SAME = ("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty",

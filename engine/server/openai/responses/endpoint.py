@@ -10,14 +10,14 @@ from engine.core.request import FinishReason
 from engine.errors import InvalidRequestError
 from engine.server.http.documented import documented
 from engine.server.http.limits import Limits
-from engine.server.openai import chat
 from engine.server.openai.answer import Choice
+from engine.server.openai.chat import endpoint as chat
 from engine.server.openai.generation import ChoiceDelta, Generation
 from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
-from engine.server.openai.replies import to_json
+from engine.server.openai.reply.replies import to_json
+from engine.server.openai.request.responses_schema import ResponseEvent, ResponseObject, ResponsesChat, ResponsesRequest
 from engine.server.openai.responses.as_chat import as_chat
 from engine.server.openai.responses.items import Items, Told
-from engine.server.openai.responses.schema import ResponseEvent, ResponseObject, ResponsesChat, ResponsesRequest
 from engine.server.openai.serving import ServedModel
 from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, Reasoning, parsed
 

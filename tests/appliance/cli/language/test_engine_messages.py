@@ -25,7 +25,7 @@ from engine.errors import AtollError, ConfigError, ModelError
 from engine.kernels.runtime.host_memory import HostMemoryError
 from engine.message import from_json, joined, msg, to_json
 from engine.models.loading.checkpoint import check_checkpoint
-from engine.server.http.auth import KeyFile
+from engine.server.access.auth import KeyFile
 from engine.server.http.exposure import check_exposure
 from engine.server.http.listening import bind_tcp
 from engine.server.ipc import framing

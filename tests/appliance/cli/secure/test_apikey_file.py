@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.server.http.auth import KeyFile
+from engine.server.access.auth import KeyFile
 
 
 def atoll(*words: object) -> subprocess.CompletedProcess[str]:

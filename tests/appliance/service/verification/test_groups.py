@@ -23,7 +23,7 @@ from appliance.service.verification.quality import self_test  # noqa: E402
 from appliance.service.verification.run import Verification, forget, verify  # noqa: E402
 from appliance.service.verification.security import file_modes, outgoing  # noqa: E402
 from appliance.service.verification.subject import Served, Subject  # noqa: E402
-from engine.server.http.auth import KeyFile  # noqa: E402
+from engine.server.access.auth import KeyFile  # noqa: E402
 from engine.server.http.limits import Limits  # noqa: E402
 from engine.server.ipc.client import EngineClient  # noqa: E402
 from engine.server.openai.serving import ServedModel  # noqa: E402

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from engine.server.http import credentials, listening
+from engine.server.access import credentials
+from engine.server.http import listening
 from engine.server.http.exposure import check_exposure
 from engine.server.process import gpu_ready
 from engine.server.process.heartbeat import MAX_FAILED_STEPS, Heartbeat

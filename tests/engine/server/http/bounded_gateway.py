@@ -12,9 +12,9 @@ from pathlib import Path
 
 import uvloop
 
+from engine.server.access.auth import KeyFile
 from engine.server.gateway.app import create_app
 from engine.server.gateway.http_server import make_server
-from engine.server.http.auth import KeyFile
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel

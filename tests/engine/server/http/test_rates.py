@@ -10,8 +10,8 @@ import httpx
 import pytest
 from gateways import RunningServer
 
-from engine.server.http.auth import ApiKey, KeyFile
-from engine.server.http.caller import Caller
+from engine.server.access.auth import ApiKey, KeyFile
+from engine.server.access.caller import Caller
 from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
 from engine.server.http.rates import Rates

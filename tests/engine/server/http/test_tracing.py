@@ -16,8 +16,8 @@ from gateways import RunningServer
 
 from engine.errors import ConfigError
 from engine.server.http.limits import Limits
-from engine.server.http.tracing import parent_of
 from engine.server.ipc.client import EngineClient
+from engine.server.observe.tracing import parent_of
 from engine.server.openai.serving import ServedModel
 from engine.server.settings.commands import parse_serve
 
@@ -163,7 +163,7 @@ def test_a_client_that_leaves_is_an_error(start: Callable[[str], RunningServer],
 def test_a_collector_that_is_away_costs_a_counter(
     start: Callable[[str], RunningServer], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr("engine.server.http.tracing.SEND_SECONDS", 0.5)
+    monkeypatch.setattr("engine.server.observe.tracing.SEND_SECONDS", 0.5)
     collector = Collector()
     collector.status = 500
     silent = socket.create_server(("127.0.0.1", 0))

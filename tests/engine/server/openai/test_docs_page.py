@@ -7,7 +7,7 @@ import httpx
 from gateways import RunningServer
 
 from engine.server.gateway.docs_page import docs_page
-from engine.server.openai.schema import ChatRequest
+from engine.server.openai.request.schema import ChatRequest
 
 
 class Page(HTMLParser):

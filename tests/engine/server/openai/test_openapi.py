@@ -15,8 +15,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from engine.server.access.auth import KeyFile
 from engine.server.gateway.app import create_app
-from engine.server.http.auth import KeyFile
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel
 

@@ -13,9 +13,9 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
 
 from engine.server.http.errors import ApiError
-from engine.server.openai.body import parse
-from engine.server.openai.refused_fields import _ALSO_NOTHING, _SWITCHES, HARMLESS, NOT_IN_MESSAGES, REFUSED
-from engine.server.openai.schema import (
+from engine.server.openai.request.body import parse
+from engine.server.openai.request.refused_fields import _ALSO_NOTHING, _SWITCHES, HARMLESS, NOT_IN_MESSAGES, REFUSED
+from engine.server.openai.request.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

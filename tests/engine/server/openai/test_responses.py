@@ -14,8 +14,8 @@ from questions import ANSWER, QUESTION
 from test_tool_calls import ARGUMENTS, CALL, Service
 
 from engine.errors import InvalidRequestError
+from engine.server.openai.request.responses_schema import ResponsesRequest
 from engine.server.openai.responses.as_chat import as_chat
-from engine.server.openai.responses.schema import ResponsesRequest
 
 TOOL: Any = {"type": "function", "name": "get_weather", "description": "d", "strict": None, "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}

@@ -12,7 +12,7 @@ from gateways import RunningServer, engine_process
 from test_openai_stream import CHAT, application, post
 
 from engine.core.request import EngineRequest, FinishReason, StepOutput
-from engine.server.http.auth import KeyFile
+from engine.server.access.auth import KeyFile
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel

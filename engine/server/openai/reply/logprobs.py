@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.core.request import TokenLogprobs
-from engine.server.openai.replies import (
+from engine.server.openai.reply.replies import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,

@@ -9,7 +9,7 @@ from engine.core.params import SamplingParams
 from engine.errors import InvalidRequestError
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
-from engine.server.openai.schema import SamplingFields
+from engine.server.openai.request.schema import SamplingFields
 
 # Fields for which generation_config.json supplies defaults, as in vLLM (`--generation-config auto`).
 DEFAULTS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from appliance.service.planner import Knobs, plan, weights_of
+from appliance.service.planning.planner import Knobs, plan, weights_of
 from appliance.service.presets.catalogue import GpuModel, catalogue
 from engine.plan import shipped_shape
 from installer.base.i18n import t, told

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.server.http.auth import PUBLIC_PATHS, KeyFile, bearer_token
-from engine.server.http.caller import Caller
+from engine.server.access.auth import PUBLIC_PATHS, KeyFile, bearer_token
+from engine.server.access.caller import Caller
 from engine.server.http.errors import ApiError, internal
-from engine.server.http.metrics import UNKNOWN, Metrics
+from engine.server.observe.metrics import UNKNOWN, Metrics
 
 log = logging.getLogger("atoll.server")
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from appliance.cli.app import app
 from appliance.load.result import LoadResult
-from appliance.service import cost
+from appliance.service.planning import cost
 from installer.base.errors import ExitCode, InstallError
 
 PLAIN = {"gpu_price": 8760, "server_price": 0, "gpus_per_server": 1, "years": 1, "power_price": 0, "hosting": 0,

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from engine.server.http.errors import ApiError, from_validation, invalid, shortened
 from engine.server.http.limits import Limits
-from engine.server.openai.refused_fields import check_fields
+from engine.server.openai.request.refused_fields import check_fields
 
 T = TypeVar("T")
 _SURROGATE = re.compile(  # an escaped surrogate without its other half

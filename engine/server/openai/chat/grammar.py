@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from engine.server.openai.schema import ChatRequest
+from engine.server.openai.chat.tool_use import ToolUse
+from engine.server.openai.request.schema import ChatRequest
+from engine.server.openai.request.structured import answer_field, answer_form
 from engine.server.openai.serving import ServedModel
-from engine.server.openai.structured import answer_field, answer_form
-from engine.server.openai.tool_use import ToolUse
 from engine.text.grammar import forms, limits
 
 

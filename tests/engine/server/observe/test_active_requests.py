@@ -11,9 +11,9 @@ from gateways import RunningServer, ask, engine_process, keys_of
 
 from engine.server.gateway.main_loop import listen_locally
 from engine.server.http import local_socket
-from engine.server.http.active import ActiveRow
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
+from engine.server.observe.active import ActiveRow
 from engine.server.openai.serving import ServedModel
 
 MARKER = "Sphinx-of-black-quartz"

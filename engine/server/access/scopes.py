@@ -8,7 +8,7 @@ from fastapi.security import SecurityScopes
 from fastapi.security.base import SecurityBase
 from starlette.requests import Request
 
-from engine.server.http.caller import Caller
+from engine.server.access.caller import Caller
 from engine.server.http.documented import error_responses
 from engine.server.http.errors import ApiError
 

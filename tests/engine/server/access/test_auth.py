@@ -15,8 +15,8 @@ import pytest
 from gateways import RunningServer
 
 from engine.errors import ConfigError
+from engine.server.access.auth import PUBLIC_PATHS, KeyFile, bearer_token
 from engine.server.gateway.app import ROUTES
-from engine.server.http.auth import PUBLIC_PATHS, KeyFile, bearer_token
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel

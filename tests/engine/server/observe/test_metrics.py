@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.params import SamplingParams
 from engine.core.request import EngineStats, FinishReason, RequestTimes, StepOutput
-from engine.server.http.metrics import Metrics, one_two_five
 from engine.server.ipc.client import EngineClient
 from engine.server.ipc.replicas import Replicas
+from engine.server.observe.metrics import Metrics, one_two_five
 
 VLLM_NAMES = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens",

@@ -14,18 +14,23 @@ from engine.errors import InvalidRequestError
 from engine.server.http.documented import documented
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
-from engine.server.openai import replies as r
 from engine.server.openai.answer import Addition, Answer, Choice
-from engine.server.openai.chat_grammar import chat_grammar, grammar_field
+from engine.server.openai.chat.grammar import chat_grammar, grammar_field
+from engine.server.openai.chat.spoken import SpokenChoice
+from engine.server.openai.chat.tool_use import ToolUse, check_tools, tool_use
 from engine.server.openai.generation import ChoiceDelta, Generation
-from engine.server.openai.logprobs import chat_logprobs
 from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
-from engine.server.openai.sampling import answer_room, check_length_before_encoding, constrained, sampling_params
-from engine.server.openai.schema import ChatRequest, Message, TokenizeRequest
+from engine.server.openai.reply import replies as r
+from engine.server.openai.reply.logprobs import chat_logprobs
+from engine.server.openai.request.sampling import (
+    answer_room,
+    check_length_before_encoding,
+    constrained,
+    sampling_params,
+)
+from engine.server.openai.request.schema import ChatRequest, Message, TokenizeRequest
 from engine.server.openai.serving import Gateway, ServedModel
-from engine.server.openai.spoken import SpokenChoice
 from engine.server.openai.thinking_budget import thinking_budget
-from engine.server.openai.tool_use import ToolUse, check_tools, tool_use
 from engine.text.conversation import encode_chat
 from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, Parsed, Reasoning, parsed
 from engine.text.template import checked_kwargs

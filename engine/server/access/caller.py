@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engine.server.http.auth import ApiKey
+from engine.server.access.auth import ApiKey
 
 
 @dataclass(slots=True)

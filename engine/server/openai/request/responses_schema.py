@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.server.openai.schema import ChatRequest, StreamOptions
+from engine.server.openai.request.schema import ChatRequest, StreamOptions
 
 
 class TextConfig(msgspec.Struct):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.message import msg, reason
-from engine.server.http.auth import ApiKey, KeyFile
+from engine.server.access.auth import ApiKey, KeyFile
 
 KEYS = "api-keys.json"
 TLS_KEY = "server.key"

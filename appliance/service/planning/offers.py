@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from appliance.service.checklist import options_of
 from appliance.service.facts import MachineFacts, machine_facts
-from appliance.service.pick import card_of
-from appliance.service.planner import Knobs, plan
+from appliance.service.planning.pick import card_of
+from appliance.service.planning.planner import Knobs, plan
 from appliance.service.presets.catalogue import catalogue
 from appliance.service.presets.choose import choose
 from installer.base.errors import InstallError

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from appliance.cli import app as tree
-from appliance.service.planner import Knobs, fitting, plan, what_if
+from appliance.service.planning.planner import Knobs, fitting, plan, what_if
+from appliance.service.planning.sizing import table
 from appliance.service.presets.catalogue import catalogue
-from appliance.service.sizing import table
 from engine.config import EngineConfig
 from engine.plan import plan_engine
 

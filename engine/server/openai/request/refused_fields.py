@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from engine.server.http.errors import ApiError, invalid, shortened
-from engine.server.openai.responses.schema import ResponsesRequest
-from engine.server.openai.schema import (
+from engine.server.openai.request.responses_schema import ResponsesRequest
+from engine.server.openai.request.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

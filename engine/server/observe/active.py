@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.core.request import EngineRequest
-from engine.server.http.caller import Caller
-from engine.server.http.metrics import RequestTracker
+from engine.server.access.caller import Caller
 from engine.server.ipc.client import EngineClient
+from engine.server.observe.metrics import RequestTracker
 
 _NEWEST = 0.05  # weight of the newest answer in the mean length
 

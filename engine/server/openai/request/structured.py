@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import InvalidRequestError
-from engine.server.openai.schema import SamplingFields
+from engine.server.openai.request.schema import SamplingFields
 from engine.text.grammar import forms
 
 Form = dict[str, Any]

@@ -5,8 +5,8 @@ import string
 
 from engine.core.request import FinishReason
 from engine.server.http.limits import Limits
+from engine.server.openai.chat.tool_use import ToolUse
 from engine.server.openai.generation import ChoiceDelta
-from engine.server.openai.tool_use import ToolUse
 from engine.text.parsers.events import CallBegun, Content, Event, ParserLimits, Reasoning
 from engine.text.parsers.registry import OutputFormat
 
