@@ -260,8 +260,11 @@ class TuneBody(StepBody):
             from appliance.service.tuning.request import seconds_of
 
             try:
-                parse_slo([values["target"]])
                 seconds_of(values["budget"], "")
+            except InstallError as error:
+                return error.hint  # which times can be used
+            try:
+                parse_slo([values["target"]])
                 self.front.desk.amend(tune={"settings": None, "skip": None, "confirm": True, **values})
             except InstallError as error:
                 return error.message

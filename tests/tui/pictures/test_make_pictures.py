@@ -89,7 +89,7 @@ def layout(smollm2_dir: Path, signer: Any, language: str) -> Iterator[Layout]:
         "trust_keys": [str(home / "vendor.pub")],
         "waivers": dict.fromkeys(("golden", "repetition", "quality-answers"), REASON[language]),
         "review": {MODEL: {**REVIEW, "lineage": "trained by its maker", "acceptable_use": "internal"}},
-        "tune": {"profile": str(home / "load.toml"), "budget": "20s", "load_seconds": 2.0, "only": ["max-num-seqs"]},
+        "tune": {"profile": str(home / "load.toml"), "budget": "30s", "load_seconds": 2.0, "only": ["max-num-seqs"]},
         "verify": {"profile": str(home / "load.toml"), "requests": 8, "soak_seconds": 4.0, "groups": GROUPS},
         "pilot": {"interval": 0.5, "stages": [{"name": "it-team", "users": ["group:it-team"], **stage},
                                               {"name": "everybody", "users": ["*"], **stage}]},
