@@ -25,11 +25,11 @@ from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
 from installer.base.fs import write_atomic
 from installer.base.layout import Layout
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.operate.install import Installer, key_was_shown
 from installer.operate.lifecycle import stop
 from installer.preflight import PreflightContext, gpu_problems
-from installer.preflight.needs import of_manifests
+from installer.preflight.model_needs import of_manifests
 from installer.release import config
 from installer.release.replay_guard import last_sequence
 from installer.service.prefix import PrefixService

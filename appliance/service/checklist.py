@@ -25,8 +25,9 @@ from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.base.lock import refuse_if_busy
 from installer.base.messages import encode
+from installer.base.timeouts import START_TIMEOUT
 from installer.decide.answers import Answers
-from installer.decide.options import InstallOptions, ModelChoice, TlsChoice
+from installer.decide.install_options import InstallOptions, ModelChoice, TlsChoice
 from installer.preflight import CHECKS
 
 MAX_REASON = 500
@@ -258,7 +259,7 @@ def options_of(answers: Answers, layout: Layout) -> InstallOptions:
         strict=answers.strict,
         confirmed=answers.confirm_plan,
         allow_downgrade=answers.allow_downgrade,
-        start_timeout=answers.start_timeout or 900.0,
+        start_timeout=answers.start_timeout or START_TIMEOUT,
         tls=TlsChoice(tls.certificate, tls.private_key, tuple(tls.names), tls.wanted) if tls else TlsChoice(),
     )  # fmt: skip
 

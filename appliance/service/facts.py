@@ -15,7 +15,7 @@ from installer.base.i18n import t
 from installer.base.layout import Layout, code_root
 from installer.decide.context import Context, Model
 from installer.decide.frontend import Unattended
-from installer.decide.options import InstallOptions, ModelChoice
+from installer.decide.install_options import InstallOptions, ModelChoice
 from installer.operate.install import Installer
 from installer.operate.lifecycle import history_of
 from installer.preflight.machine import Machine

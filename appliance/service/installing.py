@@ -12,7 +12,7 @@ from appliance.service.jobs.attach import JobReader
 from appliance.service.jobs.frontend import JobFrontend
 from appliance.service.jobs.process import Work
 from installer.base.layout import Layout
-from installer.decide.options import InstallOptions, ModelChoice
+from installer.decide.install_options import InstallOptions, ModelChoice
 from installer.operate.install import Installer, InstallResult
 
 MakeInstaller = Callable[..., Installer]

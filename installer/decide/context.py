@@ -11,7 +11,7 @@ from installer.base.errors import InstallError
 from installer.base.journal import History, Journal
 from installer.base.layout import Layout
 from installer.decide.frontend import Frontend
-from installer.decide.options import InstallOptions, ModelChoice
+from installer.decide.install_options import InstallOptions, ModelChoice
 from installer.decide.plan import Plan
 from installer.preflight import CheckRecord
 from installer.release import config

@@ -11,8 +11,8 @@ from typing import Any
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
 from installer.decide.context import Context, Model
-from installer.decide.options import ModelChoice
-from installer.preflight.needs import bundles_on
+from installer.decide.install_options import ModelChoice
+from installer.preflight.model_needs import bundles_on
 from installer.release import config, release
 from installer.service import units
 from offline_bundle import untrusted_dir

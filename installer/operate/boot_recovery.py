@@ -17,7 +17,7 @@ from installer.base.lock import InstallLock
 from installer.base.recovery_mark import unmark
 from installer.decide.context import Context
 from installer.decide.frontend import Unattended
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.release import config, release
 from installer.service import units
 from installer.service.systemd import SystemdService

@@ -26,7 +26,7 @@ from installer.base.layout import Layout
 from installer.base.lock import InstallLock, ignore_hangup
 from installer.decide.context import Context, Step, as_install_error
 from installer.decide.frontend import Frontend
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.release import release
 from installer.release.release import THIS_CODE
 from installer.service.choice import service_for

@@ -8,17 +8,18 @@ from installer.base.i18n import t
 from installer.base.journal import History, Journal, intact, replay
 from installer.base.layout import Layout
 from installer.base.lock import InstallLock
+from installer.base.timeouts import START_TIMEOUT
 from installer.decide.context import Context
 from installer.decide.frontend import Frontend
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.preflight import PreflightContext, judge
 from installer.preflight.network import address, port
 from installer.release import config, release
 from installer.service.choice import service_for
 from installer.service.manager import ServiceManager
 from installer.service.smoke_test import health
-from installer.steps.ready import wait_ready
 from installer.steps.undo import roll_back
+from installer.steps.wait_until_ready import wait_ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def history_of(layout: Layout) -> History:
 
 
 def start(
-    layout: Layout, frontend: Frontend, *, service: ServiceManager | None = None, timeout: float = 900.0
+    layout: Layout, frontend: Frontend, *, service: ServiceManager | None = None, timeout: float = START_TIMEOUT
 ) -> LifecycleResult:
     """Start the committed release and wait until it is ready.
 
@@ -106,7 +107,7 @@ def stop(layout: Layout, *, service: ServiceManager | None = None) -> LifecycleR
 
 
 def restart(
-    layout: Layout, frontend: Frontend, *, service: ServiceManager | None = None, timeout: float = 900.0
+    layout: Layout, frontend: Frontend, *, service: ServiceManager | None = None, timeout: float = START_TIMEOUT
 ) -> LifecycleResult:
     """Stop, start, and wait until it is ready: changed settings take effect. Raises as `start` does."""
     service = service or service_for(layout)

@@ -17,8 +17,8 @@ from installer.base.layout import Layout
 from installer.base.lock import ignore_hangup
 from installer.decide.context import Context
 from installer.decide.frontend import Frontend
+from installer.decide.install_options import InstallOptions, ModelChoice
 from installer.decide.models import stored
-from installer.decide.options import InstallOptions, ModelChoice
 from installer.operate.install import InstallResult, Run
 from installer.operate.lifecycle import history_of
 from installer.release import config, migrate, release
@@ -26,7 +26,7 @@ from installer.release.release import Release
 from installer.service import snapshots
 from installer.service.choice import service_for
 from installer.service.manager import ServiceManager
-from installer.steps.inspect import refuse_revoked
+from installer.steps.inspect import refuse_revoked_release
 from installer.steps.undo import roll_back
 from installer.tls import endpoint as tls_endpoint
 
@@ -112,7 +112,7 @@ def target_release(context: Context, name: str, snapshot: str | None) -> None:
 def _verify(context: Context) -> str:
     """The models were checked when they were found. But the code's key may have been revoked since, and the certificate
     must cover the names that clients use."""
-    refuse_revoked(context)
+    refuse_revoked_release(context)
     if context.endpoint.certificate is not None:
         context.tls_names = tls_endpoint.wanted_names(context.endpoint.host)
     names = [f"{model.manifest.name} {model.manifest.version}" for model in context.models]

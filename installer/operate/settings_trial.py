@@ -22,9 +22,10 @@ from installer.base.journal import History, intact
 from installer.base.layout import Layout
 from installer.base.lock import ignore_hangup
 from installer.base.recovery_mark import unmark
+from installer.base.timeouts import START_TIMEOUT
 from installer.decide.context import Context, Model
 from installer.decide.frontend import Frontend
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.operate.install import Journalled
 from installer.operate.lifecycle import history_of, start
 from installer.operate.rollback import target_release
@@ -33,8 +34,8 @@ from installer.service.choice import service_for
 from installer.service.manager import ServiceManager
 from installer.service.smoke_test import health
 from installer.steps import activate
-from installer.steps.ready import unhealthy, wait_ready
 from installer.steps.undo import roll_back
+from installer.steps.wait_until_ready import unhealthy, wait_ready
 
 KIND = "tune"  # of the switch in the journal
 Values = Mapping[str, Any]
@@ -51,7 +52,7 @@ class SettingsTrial(Journalled):
 
     def __init__(
         self, layout: Layout, frontend: Frontend, instance: str | None = None, *,
-        service: ServiceManager | None = None, start_timeout: float = 900.0, key_seconds: float = 86_400.0,
+        service: ServiceManager | None = None, start_timeout: float = START_TIMEOUT, key_seconds: float = 86_400.0,
     ) -> None:  # fmt: skip
         options = InstallOptions(prefix=layout.prefix, start_timeout=start_timeout)
         super().__init__(options, frontend, layout, service or service_for(layout))
@@ -270,7 +271,7 @@ def is_open(layout: Layout) -> bool:
     return opened is not None and opened.get("kind") == KIND
 
 
-def recover(layout: Layout, frontend: Frontend, *, timeout: float = 900.0) -> bool:
+def recover(layout: Layout, frontend: Frontend, *, timeout: float = START_TIMEOUT) -> bool:
     """Undo a tuning that was killed. Returns whether there was anything to undo. Raises InstallError."""
     if not is_open(layout):
         return False

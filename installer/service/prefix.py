@@ -19,7 +19,7 @@ from installer.service.manager import ServiceState, Switched, stop_and_start
 
 # What the service may inherit: no proxies, no tokens, no Python paths of the user who typed the command.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-_SETTINGS = "ATOLL_LIMITS_"  # limits of the endpoint, see engine/server/settings/limits.py
+_SETTINGS = "ATOLL_LIMITS_"  # limits of the endpoint, see engine/server/settings/limit_settings.py
 
 # From the code that runs this command, not from the release: how a release is started must not depend on its flags.
 SUPERVISOR = "appliance.supervise"

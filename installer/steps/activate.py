@@ -21,7 +21,7 @@ from installer.service import snapshots, units
 from installer.service.manager import Switched, stop_and_start
 from installer.service.smoke_test import SmokeFailure, smoke_test
 from installer.steps.prune import prune
-from installer.steps.ready import unhealthy, wait_engines, wait_ready
+from installer.steps.wait_until_ready import unhealthy, wait_engines, wait_ready
 from installer.tls import endpoint as tls_endpoint
 
 

@@ -14,7 +14,7 @@ from installer.decide.plan import Plan
 from installer.preflight import PreflightContext, judge, run_checks
 from installer.preflight.certificate import names_in
 from installer.preflight.lookup_tables import FLAG
-from installer.preflight.needs import of_manifests
+from installer.preflight.model_needs import of_manifests
 from installer.preflight.record import gib
 from installer.release import config, release
 from installer.service import snapshots

@@ -9,7 +9,7 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
 from installer.decide.context import Context, Model, as_install_error
 from installer.decide.models import choose, no_medium, which_bundle
-from installer.preflight.needs import check_runtime
+from installer.preflight.model_needs import check_runtime
 from installer.preflight.record import gib
 from installer.release import config, release
 from installer.release.release import Release
@@ -128,7 +128,7 @@ def verify(context: Context) -> str:
             _check_sequence(context, model)
             _check_content(context, model)
     context.release = Release.of([model.facts() for model in context.models], context.release_command)
-    refuse_revoked(context)
+    refuse_revoked_release(context)
     _render(context)
     return joined((_told(model) for model in context.models), "; ")
 
@@ -142,11 +142,11 @@ def survey(context: Context) -> None:
         if not model.kept and stored.is_dir():
             model.source, model.in_store = stored, True
     context.release = Release.of([model.facts() for model in context.models], context.release_command)
-    refuse_revoked(context)
+    refuse_revoked_release(context)
     _render(context)
 
 
-def refuse_revoked(context: Context) -> None:
+def refuse_revoked_release(context: Context) -> None:
     """Raise InstallError (10) if a part of the release that this run leads to is signed by a revoked key.
 
     It is checked again before the switch: a key may be revoked while gigabytes are copied.

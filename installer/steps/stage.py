@@ -8,7 +8,7 @@ from installer.base import fs
 from installer.base.i18n import t
 from installer.decide.context import Context
 from installer.preflight.record import gib
-from installer.steps.inspect import refuse_revoked
+from installer.steps.inspect import refuse_revoked_release
 from installer.tls import endpoint as tls_endpoint
 from offline_bundle.store.ingest import ingest
 
@@ -59,7 +59,7 @@ def stage(context: Context) -> str:
                 min_sequence=model.manifest.sequence,
             ).copied_bytes
             model.in_store = True
-    refuse_revoked(context)
+    refuse_revoked_release(context)
     if copied:
         context.journal.add("copied", bytes=copied, copy_s=round(time.monotonic() - began, 2))
     release.stage(layout)

@@ -17,7 +17,7 @@ from installer.decide.context import Context
 from installer.release import config
 from installer.service import snapshots, units
 from installer.steps.activate import drop_private_keys
-from installer.steps.ready import wait_ready
+from installer.steps.wait_until_ready import wait_ready
 from installer.tls import endpoint as tls_endpoint
 
 

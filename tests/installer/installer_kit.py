@@ -10,7 +10,7 @@ from typing import Any
 from installer.base.journal import History, replay
 from installer.base.layout import Layout
 from installer.decide.frontend import Unattended
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.decide.plan import Plan
 from installer.operate.install import Installer, InstallResult, key_was_shown
 from installer.operate.rollback import Rollback

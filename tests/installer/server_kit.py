@@ -20,7 +20,7 @@ from installer.base.journal import History, replay
 from installer.base.layout import Layout
 from installer.base.proc import ProcessId
 from installer.decide.frontend import Unattended
-from installer.decide.options import InstallOptions, ModelChoice
+from installer.decide.install_options import InstallOptions, ModelChoice
 from installer.operate.install import Installer, InstallResult, key_was_shown
 from installer.operate.rollback import Rollback
 from installer.operate.uninstall import uninstall

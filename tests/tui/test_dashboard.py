@@ -27,7 +27,7 @@ from appliance.service.trouble import troubles
 from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
 from installer.base.layout import Layout
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.operate.install import Installer
 from installer.operate.lifecycle import start, stop
 from installer.release import config

@@ -17,11 +17,12 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
+from installer.base.timeouts import START_TIMEOUT
 from installer.decide.answers import Answers, read_answers
-from installer.decide.options import InstallOptions, ModelChoice, TlsChoice
+from installer.decide.install_options import InstallOptions, ModelChoice, TlsChoice
 from installer.operate.install import Installer, key_was_shown
 from installer.operate.lifecycle import history_of
-from installer.preflight.needs import RUNTIME
+from installer.preflight.model_needs import RUNTIME
 from installer.release.code_tree import code_tree, read_facts, upgrade_command
 from offline_bundle import limits
 from offline_bundle.bundle.manifest import MANIFEST
@@ -175,7 +176,7 @@ def install(
             dry_run=dry_run,
             confirmed=yes or given.confirm_plan,
             allow_downgrade=_reason(allow_downgrade) or given.allow_downgrade,
-            start_timeout=start_timeout or given.start_timeout or 900.0,
+            start_timeout=start_timeout or given.start_timeout or START_TIMEOUT,
             tls=_tls(given, tls_cert, tls_key, tls_name, tls),
         )
         run_options(options, layout, purpose=purpose, interactive=answers is None, as_json=as_json)

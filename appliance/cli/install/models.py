@@ -10,7 +10,7 @@ from appliance.cli.install.install import Accept, TrustKey, Yes, run_options
 from appliance.cli.language.commands import Commands
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
-from installer.decide.options import InstallOptions, ModelChoice, ReplicaChoice
+from installer.decide.install_options import InstallOptions, ModelChoice, ReplicaChoice
 from installer.operate.lifecycle import history_of
 from installer.release import config, release
 from installer.service import model_reload

@@ -20,7 +20,7 @@ from installer.base.i18n import told as in_words
 from installer.base.layout import Layout
 from installer.decide.answers import read_answers
 from installer.preflight import PreflightContext, run_checks
-from installer.preflight.needs import read_needs
+from installer.preflight.model_needs import read_needs
 from installer.preflight.report import report, verdict
 from installer.release import config
 from installer.service.choice import service_for

@@ -17,7 +17,8 @@ from installer.base import journal
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
 from installer.base.lock import InstallLock
-from installer.decide.options import InstallOptions
+from installer.base.timeouts import START_TIMEOUT
+from installer.decide.install_options import InstallOptions
 from installer.operate.drain import drain as start_drain
 from installer.operate.drain import undrain
 from installer.operate.lifecycle import history_of
@@ -66,7 +67,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="journal")
 
 
-def start(prefix: Prefix = None, timeout: Timeout = 900.0, as_json: Json = False) -> None:
+def start(prefix: Prefix = None, timeout: Timeout = START_TIMEOUT, as_json: Json = False) -> None:
     with told(as_json):
         layout = layout_for(prefix)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
@@ -99,7 +100,7 @@ def drain(
         raise typer.Exit(ExitCode.UNHEALTHY)
 
 
-def restart(prefix: Prefix = None, timeout: Timeout = 900.0, as_json: Json = False) -> None:
+def restart(prefix: Prefix = None, timeout: Timeout = START_TIMEOUT, as_json: Json = False) -> None:
     with told(as_json):
         layout = layout_for(prefix)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
@@ -111,7 +112,7 @@ def rollback(
     prefix: Prefix = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which release it would be.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="No question.")] = False,
-    timeout: Timeout = 900.0,
+    timeout: Timeout = START_TIMEOUT,
     as_json: Json = False,
 ) -> None:
     with told(as_json):

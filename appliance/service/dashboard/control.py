@@ -4,8 +4,9 @@ from typing import Literal
 
 from installer.base.i18n import t
 from installer.base.layout import Layout
+from installer.base.timeouts import START_TIMEOUT
 from installer.decide.frontend import Unattended
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.operate.drain import drain, undrain
 from installer.operate.lifecycle import restart, start, stop
 from installer.operate.rollback import Rollback
@@ -21,14 +22,13 @@ ACTIONS: dict[Action, str] = {
     "restart": t("Restart the service: changed settings apply"),
     "rollback": t("Go back to the previous release"),
 }
-TIMEOUT = 900.0   # seconds until it must be ready
 
 
 def do(layout: Layout, action: Action) -> str:
     """Do it, and say what was done. Raises InstallError."""
     match action:
         case "start":
-            return start(layout, Unattended(), timeout=TIMEOUT).detail
+            return start(layout, Unattended(), timeout=START_TIMEOUT).detail
         case "drain":
             return drained(drain(layout))
         case "undrain":
@@ -36,9 +36,9 @@ def do(layout: Layout, action: Action) -> str:
         case "stop":
             return stop(layout).detail
         case "restart":
-            return restart(layout, Unattended(), timeout=TIMEOUT).detail
+            return restart(layout, Unattended(), timeout=START_TIMEOUT).detail
         case "rollback":
-            options = InstallOptions(prefix=layout.prefix, start_timeout=TIMEOUT)
+            options = InstallOptions(prefix=layout.prefix, start_timeout=START_TIMEOUT)
             return t("release {release} serves", release=Rollback(options, Unattended(), layout=layout).run().release)
 
 

@@ -21,7 +21,7 @@ from installer.decide.frontend import Unattended
 from installer.decide.models import signed_manifest
 from installer.operate.install import Installer
 from installer.preflight.lookup_tables import signed_config
-from installer.preflight.needs import bundles_on
+from installer.preflight.model_needs import bundles_on
 from offline_bundle.errors import BundleError
 from offline_bundle.model.manifest import BundleManifest
 

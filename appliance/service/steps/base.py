@@ -11,7 +11,7 @@ from appliance.service.jobs.frontend import JobFrontend
 from installer.base.errors import ExitCode
 from installer.base.layout import Layout
 from installer.decide.answers import Answers
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 
 
 @dataclass(slots=True)

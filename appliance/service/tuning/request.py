@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
+from installer.base.timeouts import START_TIMEOUT
 
 LEAST_BUDGET, MOST_BUDGET = 30.0, 24 * 3600.0   # seconds
 DEFAULT_BUDGET = 600.0
@@ -33,7 +34,7 @@ class TuneRequest(BaseModel):
     preset: Word | None = None
     only: tuple[Word, ...] = ()
     load_seconds: float | None = Field(None, ge=1, le=3600)
-    start_timeout: float = Field(900.0, ge=1, le=86_400)
+    start_timeout: float = Field(START_TIMEOUT, ge=1, le=86_400)
     fresh: bool = False             # do not continue an interrupted tuning
     by: Word | None = None
 

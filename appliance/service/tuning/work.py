@@ -21,6 +21,7 @@ from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.lock import refuse_if_busy
 from installer.base.messages import decode
+from installer.base.timeouts import START_TIMEOUT
 from installer.operate.settings_trial import SettingsTrial, recover
 
 
@@ -93,7 +94,8 @@ def reset_work(given: dict[str, Any], layout: Layout) -> Work:
 
 
 def set_exactly(
-    layout: Layout, model: str | None, settings: Mapping[str, Any], frontend: JobFrontend, *, timeout: float = 900.0,
+    layout: Layout, model: str | None, settings: Mapping[str, Any], frontend: JobFrontend, *,
+    timeout: float = START_TIMEOUT,
 ) -> None:  # fmt: skip
     """Start the engine with these settings, in this process, which is a job's, and keep them. Raises InstallError; the
     settings from before are in force then."""

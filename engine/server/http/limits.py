@@ -20,7 +20,7 @@ def _seconds(default: float, help: str, at_least: float = 0.1, at_most: int = 86
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Each field is a key of [serve.limits] and [gateway.limits] (engine.server.settings.limits).
+    """Each field is a key of [serve.limits] and [gateway.limits] (engine.server.settings.limit_settings).
 
     0 switches off a limit that applies to each key or address.
     """

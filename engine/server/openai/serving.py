@@ -17,10 +17,10 @@ from engine.config import EngineConfig
 from engine.core.request import Pooling
 from engine.server.access.auth import KeyFile
 from engine.server.access.caller import Caller
+from engine.server.access.key_rates import Rates
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
 from engine.server.http.expected_wait import SAMPLE_SECONDS, ExpectedWait
 from engine.server.http.limits import Limits
-from engine.server.http.rates import Rates
 from engine.server.ipc.client import EngineClient
 from engine.server.ipc.messages import EngineInfo
 from engine.server.ipc.replicas import Replicas

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.message import msg, reason
 from engine.server.settings.flag_parser import FlagParser
-from engine.server.settings.limits import help_text, load_limits
+from engine.server.settings.limit_settings import help_text, load_limits
 from engine.server.settings.options import EndpointOptions, EngineOptions, GatewayOptions, ServeOptions
 from engine.server.settings.server_file import check_gpus, engine_argv_of, gateway_argv_of
 from engine.server.settings.values import check_bounds, is_collector

@@ -1,7 +1,7 @@
 """The settings file of a server, as its services read it::
 
     [gateway]                 # flags of `atoll gateway`
-    [gateway.limits]          # bounds of the endpoint: engine.server.settings.limits
+    [gateway.limits]          # bounds of the endpoint: engine.server.settings.limit_settings
     [engine]                  # flags of every engine
     [models.chat]             # the engine atoll-engine@chat; its values win over [engine]
     model = "/var/lib/atoll/models/…/model"

@@ -14,7 +14,7 @@ from engine.message import msg, reason
 from engine.server.settings.values import truth
 from engine.setting import flag_of, value_type
 
-LIMITS = "limits"  # a key of [serve] and [gateway] whose value is a table: engine.server.settings.limits
+LIMITS = "limits"  # a key of [serve] and [gateway] whose value is a table: engine.server.settings.limit_settings
 _JSON_FLAGS = frozenset({"--allowed-origins"})  # lists that vLLM writes as JSON on the line; a file has real lists
 
 

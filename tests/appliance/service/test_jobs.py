@@ -21,7 +21,7 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t, told
 from installer.base.layout import Layout
 from installer.base.messages import decode, encode
-from installer.decide.options import InstallOptions, ModelChoice, TlsChoice
+from installer.decide.install_options import InstallOptions, ModelChoice, TlsChoice
 
 SYSTEMD_RUN = """#!{python}
 import os, subprocess, sys

@@ -31,7 +31,7 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.journal import History, Journal, intact
 from installer.base.layout import Layout
 from installer.base.lock import holder
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.operate.install import Installer
 from installer.operate.lifecycle import start, stop
 from installer.operate.settings_trial import SettingsTrial, is_open

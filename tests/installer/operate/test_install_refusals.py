@@ -23,7 +23,7 @@ from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.lock import InstallLock
 from installer.decide.answers import read_answers
-from installer.preflight.needs import read_needs
+from installer.preflight.model_needs import read_needs
 from offline_bundle.signing.keys import new_keypair
 
 Bundles = Callable[..., Path]

@@ -7,7 +7,7 @@ import pytest
 from server_kit import RootedService, Server
 
 from installer.base.errors import InstallError
-from installer.decide.options import ModelChoice, ReplicaChoice
+from installer.decide.install_options import ModelChoice, ReplicaChoice
 from installer.operate.status import status
 
 Bundles = Callable[..., Path]

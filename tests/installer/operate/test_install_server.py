@@ -13,7 +13,7 @@ from server_kit import Server
 
 from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
-from installer.decide.options import ModelChoice
+from installer.decide.install_options import ModelChoice
 from installer.operate.install import SYSTEM_STEPS
 from installer.release import release
 from installer.service import units

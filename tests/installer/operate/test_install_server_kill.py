@@ -13,7 +13,7 @@ from installer.access import api_keys
 from installer.audit import log
 from installer.base.journal import replay
 from installer.decide.frontend import Unattended
-from installer.decide.options import ReplicaChoice
+from installer.decide.install_options import ReplicaChoice
 from installer.operate.lifecycle import start
 from installer.service import units
 

@@ -14,7 +14,7 @@ from preflight_kit import FakeSmi, on_path
 
 from installer.base.errors import InstallError
 from installer.base.layout import Layout
-from installer.preflight.needs import of_manifests, read_needs
+from installer.preflight.model_needs import of_manifests, read_needs
 from installer.preflight.torch_build import TorchBuild
 from offline_bundle.model.manifest import BundleManifest
 from offline_bundle.signing import model_signing

@@ -12,7 +12,7 @@ from engine.models.config.model import ModelConfig
 from engine.models.registry import model_class
 from installer.base.layout import Layout
 from installer.preflight import lookup_tables
-from installer.preflight.needs import of_manifests, read_needs
+from installer.preflight.model_needs import of_manifests, read_needs
 from offline_bundle.model.build import build_bundle
 from offline_bundle.model.manifest import BundleManifest
 from offline_bundle.signing.keys import KeyPair

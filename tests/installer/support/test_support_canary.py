@@ -18,7 +18,7 @@ from installer_kit import Site, Witness
 from installer.access import api_keys
 from installer.audit import log as audit_log
 from installer.base.errors import ExitCode, InstallError
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.operate.install import Installer
 from installer.support import archive
 from installer.tls import endpoint as tls_endpoint

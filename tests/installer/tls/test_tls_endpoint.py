@@ -16,7 +16,7 @@ import pytest
 from installer_kit import Site, Witness
 from tls_kit import Issuer, pem
 
-from installer.decide.options import InstallOptions, TlsChoice
+from installer.decide.install_options import InstallOptions, TlsChoice
 from installer.operate.install import Installer
 from installer.operate.lifecycle import start, stop
 from installer.operate.status import status

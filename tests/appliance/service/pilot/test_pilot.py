@@ -35,7 +35,7 @@ from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.layout import Layout
 from installer.base.lock import holder
-from installer.decide.options import InstallOptions
+from installer.decide.install_options import InstallOptions
 from installer.operate.install import Installer
 from installer.operate.lifecycle import start, stop
 from installer.release import config

@@ -17,7 +17,7 @@ from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel
 from engine.server.settings.commands import parse_gateway, parse_serve
-from engine.server.settings.limits import FIELDS, PREFIX, described, load_limits
+from engine.server.settings.limit_settings import FIELDS, PREFIX, described, load_limits
 from engine.server.settings.values import within
 from engine.setting import setting, settings_of
 
@@ -71,7 +71,7 @@ def test_every_limit_is_a_setting(name: str, file: Write, monkeypatch: pytest.Mo
 
 def test_a_field_that_is_added_is_a_setting_at_once(monkeypatch: pytest.MonkeyPatch, file: Write) -> None:
     """Other bounds may come: nothing but the dataclass must know them."""
-    from engine.server.settings import limits
+    from engine.server.settings import limit_settings as limits
 
     more = dataclasses.make_dataclass(
         "More", [("new_seconds", float, setting(3.0, "of something new", at_least=0.1, at_most=86_400)),

@@ -12,9 +12,9 @@ from gateways import RunningServer
 
 from engine.server.access.auth import ApiKey, KeyFile
 from engine.server.access.caller import Caller
+from engine.server.access.key_rates import Rates
 from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
-from engine.server.http.rates import Rates
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import Gateway, ServedModel
 

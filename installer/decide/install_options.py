@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from installer.base.timeouts import SMOKE_TIMEOUT, START_TIMEOUT
+
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
@@ -60,8 +62,8 @@ class InstallOptions:
     strict: bool = False
     dry_run: bool = False
     confirmed: bool = False                # the plan needs no confirmation
-    start_timeout: float = 900.0           # seconds until the service must be ready
-    smoke_timeout: float = 300.0
+    start_timeout: float = START_TIMEOUT           # seconds until the service must be ready
+    smoke_timeout: float = SMOKE_TIMEOUT
     media: list[Path] = field(default_factory=list)         # searched for the runtime and for bundles
     models: list[ModelChoice] = field(default_factory=list)
     only_these: bool = False               # models not named here are removed
