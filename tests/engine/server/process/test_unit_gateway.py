@@ -98,7 +98,7 @@ def test_without_a_model_that_can_be_served_it_ends(other: Site, tmp_path: Path)
 def test_an_open_address_takes_tls_and_keys(other: Site):
     words = ["gateway", "--config", str(other.config), "--host", "0.0.0.0"]
     assert other.spawn("gateway", *words).wait(30) == 2
-    assert "takes TLS and API keys" in other.log("gateway")
+    assert "requires TLS and API keys" in other.log("gateway")
 
 
 def test_it_serves_on_the_socket_that_systemd_opened(other: Site):
