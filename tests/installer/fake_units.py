@@ -92,6 +92,7 @@ signal.signal(signal.SIGHUP, reload)
 server = Server((SETTINGS["gateway"]["host"], SETTINGS["gateway"]["port"]), Handler)
 tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 tls.load_cert_chain(FLAGS["--tls"])
-server.socket = tls.wrap_socket(server.socket, server_side=True)
+# Each connection shakes hands in its own thread: the main one stays free for signals.
+server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
 print(f"gateway ({MODE}) on port {SETTINGS['gateway']['port']}", flush=True)
 server.serve_forever()

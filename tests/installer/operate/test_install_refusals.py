@@ -217,7 +217,7 @@ def test_code_that_takes_over_knows_that_it_is_an_upgrade(
     monkeypatch.setattr(install_command, "code_tree", lambda: tree)
     monkeypatch.setattr(install_command, "upgrade_command", lambda medium, layout: ["/bin/sh"])
     jobs: list[str] = []
-    monkeypatch.setattr(install_command, "_install", lambda *given, purpose, **more: jobs.append(purpose))
+    monkeypatch.setattr(install_command, "run_options", lambda *given, purpose, **more: jobs.append(purpose))
     monkeypatch.delenv("ATOLL_PURPOSE", raising=False)
 
     def taken_over(*given: Any) -> None:  # what install.sh does in the end
