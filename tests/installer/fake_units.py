@@ -89,6 +89,7 @@ def reload(*_: object) -> None:
 
 
 signal.signal(signal.SIGHUP, reload)
+(RUN / "gateway").write_text(str(os.getpid()))  # ready for signals
 server = Server((SETTINGS["gateway"]["host"], SETTINGS["gateway"]["port"]), Handler)
 tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 tls.load_cert_chain(FLAGS["--tls"])

@@ -80,7 +80,9 @@ class RootedService(SystemdService):
         gateway = self._alive().get("gateway")
         if gateway is None:
             return False
-        done = self.layout.run.parent / "reloaded"
+        ready, done = self.layout.run.parent / "gateway", self.layout.run.parent / "reloaded"
+        while gateway.alive() and not (ready.exists() and ready.read_text() == str(gateway.pid)):
+            time.sleep(0.01)  # as systemd waits for the notification
         done.unlink(missing_ok=True)
         os.kill(gateway.pid, signal.SIGHUP)
         while not done.exists() and gateway.alive():
