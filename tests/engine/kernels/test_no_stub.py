@@ -13,9 +13,10 @@ LAUNCHER = "kernels/runtime/launcher.py"
 # triton.runtime.driver (and what starts kernels by it: autotuning, benchmarks, `kernel[grid]`) builds C at run time.
 MODULES = {
     "triton", "triton.language", "triton.language.extra.cuda", "triton.backends.compiler", "triton.compiler",
+    "triton.compiler.compiler",
     "triton.runtime.jit", "triton.runtime.cache",
 }  # fmt: skip
-NAMES = {"jit", "cdiv", "next_power_of_2", "compile", "language", "__version__", "__file__"}
+NAMES = {"jit", "cdiv", "next_power_of_2", "compile", "knobs", "language", "__version__", "__file__"}
 
 
 def trespasses(where: str, source: str) -> Iterator[str]:

@@ -33,7 +33,7 @@ def made(kinds, *, order=None, bias=False):
     if bias:
         layer.bias = nn.Parameter(torch.randn(layer.out_features), requires_grad=False)
     layer.order = order
-    stored._use_packed(layer, method._parts.take(layer), method._parts.inputs)
+    stored.use_packed(layer, method._parts.take(layer), method._parts.inputs)
     whole = torch.cat(numbers)
     return layer, whole if order is None else whole[order]
 
