@@ -20,7 +20,7 @@ from installer.service import units
 from installer.service.systemd import SystemdService
 
 Bundles = Callable[..., Path]
-THEIRS = {"processes.json", "log", "run/tiny", "run/reloaded"}  # of the fake units
+THEIRS = {"processes.json", "log", "run/tiny", "run/gateway", "run/reloaded"}  # of the fake units
 
 
 def test_a_first_install_makes_units_users_and_tls(server: Server, bundle: Bundles) -> None:
@@ -61,7 +61,7 @@ def test_the_plan_names_everything(server: Server, bundle: Bundles) -> None:
     new = {str(server.root / path) for path in tree(server.root) - before}
     store = str(server.layout.models)
     theirs = {"passwd", "group", "shadow", "gshadow", "passwd-", "group-", "shadow-", "gshadow-", ".pwd.lock"}
-    extra = {"processes.json", "log", "tiny", "lock", ".lock", ".api-keys.json.lock"}
+    extra = {"processes.json", "log", "tiny", "gateway", "lock", ".lock", ".api-keys.json.lock"}
     untold = {
         path for path in new - planned
         if not path.startswith(store) and Path(path).name not in theirs | extra and ".wants" not in path

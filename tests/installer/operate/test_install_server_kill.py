@@ -18,7 +18,7 @@ from installer.operate.lifecycle import start
 from installer.service import units
 
 Bundles = Callable[..., Path]
-THEIRS = {"processes.json", "log", "run/tiny"}  # of the fake units
+THEIRS = {"processes.json", "log", "run/tiny", "run/gateway"}  # of the fake units
 
 
 def assert_converged(server: Server, bundle: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from site_kit import READY_SECONDS, Site, until
+from site_kit import READY_SECONDS, Site, free_port, until
 
 KEY, DIGEST = "a", "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"
 
@@ -88,7 +88,7 @@ def test_one_bad_model_spares_the_other(other: Site, tmp_path: Path):
 
 
 def test_without_a_model_that_can_be_served_it_ends(other: Site, tmp_path: Path):
-    other.config.write_text("[gateway]\n")
+    other.config.write_text(f"[gateway]\nport = {free_port()}\n")
     assert other.spawn("gateway", "gateway", "--config", str(other.config)).wait(30) == 2
     assert "names no model" in other.log("gateway")
     other.config.write_text(f'[models.x]\nmodel = "{tmp_path / "nothing"}"\n')
