@@ -57,7 +57,7 @@ def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
 def _vector_product(
     program, x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PART: tl.constexpr = min(128 // w_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_K)
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -71,11 +71,11 @@ def _vector_product(
     if GATE is not None:
         up = tl.load(up_at, mask=mask, other=0.0)
     # Requested now because they are needed at the end, where each load would wait for the memory.
-    scale, bias = _of_outputs(scale_ptr, bias_ptr, n, n_live)
+    scale, bias = _of_outputs(scale_ptr, bias_ptr, n, n_live, BLOCK)
     up_scale = scale
     up_bias = bias
     if GATE is not None:
-        up_scale, up_bias = _of_outputs(scale_ptr, bias_ptr, N + n, n_live)
+        up_scale, up_bias = _of_outputs(scale_ptr, bias_ptr, N + n, n_live, BLOCK)
     if IN_ORDER and PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -110,10 +110,12 @@ def _vector_product(
             if norm_ptr is not None:
                 x = x * norm
             xs = xs + (x,)  # noqa: RUF005
-        sums = _add_products(sums, w, xs, ROWS, PART)
+        own = _in_blocks(xs, scale_ptr, program * BLOCK_N, at + k, K, ROWS, BLOCK)
+        sums = _add_products(sums, w, own, ROWS, PART)
         w = next_w
         if GATE is not None:
-            up_sums = _add_products(up_sums, up, xs, ROWS, PART)
+            own = _in_blocks(xs, scale_ptr, N + program * BLOCK_N, at + k, K, ROWS, BLOCK)
+            up_sums = _add_products(up_sums, up, own, ROWS, PART)
             up = next_up
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
@@ -130,11 +132,26 @@ def _vector_product(
 
 
 @triton.jit
-def _of_outputs(scale_ptr, bias_ptr, n, n_live):
+def _in_blocks(xs, scale_ptr, first, k, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of x, multiplied by the scales of columns k in the block of outputs that begin at `first`: cheaper than
+    scaling W, because a program's outputs share them. Without blocks, x as it is."""
+    if BLOCK == 0:
+        return xs
+    else:
+        GROUPS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        scale = tl.load(scale_ptr + first // BLOCK * GROUPS + k // BLOCK, mask=k < K, other=0.0)
+        result = ()
+        for m in tl.static_range(ROWS):
+            result = result + (xs[m] * scale,)  # noqa: RUF005
+        return result
+
+
+@triton.jit
+def _of_outputs(scale_ptr, bias_ptr, n, n_live, BLOCK: tl.constexpr):
     """Scales and biases of outputs n, float32; without them 1 and 0, which cost nothing."""
     scale = 1.0
     bias = 0.0
-    if scale_ptr is not None:
+    if scale_ptr is not None and BLOCK == 0:
         scale = tl.load(scale_ptr + n, mask=n_live, other=0.0)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
@@ -145,11 +162,11 @@ def _of_outputs(scale_ptr, bias_ptr, n, n_live):
 def _vector_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _vector_product(
         tl.program_id(0), x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride,
-        eps, offset, N, K, ROWS, BLOCK_N, BLOCK_K, GATE, IN_ORDER, PDL,
+        eps, offset, N, K, ROWS, BLOCK_N, BLOCK_K, BLOCK, GATE, IN_ORDER, PDL,
     )
 
 
@@ -227,10 +244,13 @@ def gemv(
     gate: str | None = None,
     residual: torch.Tensor | None = None,
     in_order: bool = False,
+    block: int = 0,
     tiles: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
     [M, N] in x's dtype.
+
+    block: of an fp8 weight with a scale for each `block` x `block` numbers, scale [N / block, K / block].
 
     norm: (weight [K], eps) of an RMS norm of x before the GEMM; `wide_offset` as in pointwise.norm.rms_norm.
     gate: the result is this activation of the first half of the outputs times the second half, [M, N / 2].
@@ -249,7 +269,7 @@ def gemv(
     _vector_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
         x.stride(0), y.stride(0), eps, wide_offset or 0.0, N=out_features, K=inner,
-        ROWS=padded, BLOCK_N=block_n, BLOCK_K=block_k, GATE=gate, IN_ORDER=in_order, num_warps=warps,
+        ROWS=padded, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK=block, GATE=gate, IN_ORDER=in_order, num_warps=warps,
     )  # fmt: skip
     return y
 
