@@ -72,8 +72,8 @@ def _scales(scale_ptr, n, n_live, at, K: tl.constexpr, GROUP: tl.constexpr, BLOC
 def _group_scaled_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, x_stride,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, PAIR: tl.constexpr,
-    UNIT: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """PAIR: 0 for an fp8 weight; of int4, the distance between the two columns of a byte."""
     IN_BYTE: tl.constexpr = 1 if PAIR == 0 else 2
