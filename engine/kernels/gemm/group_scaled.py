@@ -189,12 +189,9 @@ def group_scaled(packed: Packed) -> GroupScaled | None:
         if inner % STEP:
             return None
         return GroupScaled(packed.values, packed.scale, packed.group, 1, pair_distance(packed.group))
-    scale, block_rows = packed.scale, 1
-    if outputs % _BLOCK_ROWS == 0:
-        blocks = scale.view(-1, _BLOCK_ROWS, scale.shape[1])
-        if bool((blocks == blocks[:, :1]).all()):
-            scale, block_rows = blocks[:, 0].float().contiguous(), _BLOCK_ROWS
-    return GroupScaled(packed.values, scale, packed.group, block_rows, 0)
+    if packed.block % _BLOCK_ROWS or outputs % _BLOCK_ROWS:
+        return GroupScaled(packed.values, packed.scale, packed.group, 1, 0)
+    return GroupScaled(packed.values, packed.scale[::_BLOCK_ROWS].float().contiguous(), packed.group, _BLOCK_ROWS, 0)
 
 
 @functools.cache
