@@ -10,8 +10,11 @@ Grid sizes depend only on the number of tokens, never on the router's choice: th
 and programs without a block return at once. So the host never waits for the device, and CUDA graphs can capture
 everything. No atomic additions: the same input gives the same bits.
 
-fp8 weights have a scale for each expert and output channel; activations are quantised to fp8 before both GEMMs, with a
-scale per row. On GPUs without fp8 units activations stay as they are, and weights are widened on the fly.
+fp8 weights have a scale for each expert and output channel, and meet fp8 activations. x has a scale for each row. The
+gate's result h gets a scale for each pair and each group of columns, the outputs of one program of the gate's kernel,
+so that h is quantised without a kernel of its own. The down GEMM multiplies each group's partial product by its scale.
+(Large steps are bound by arithmetic, so there h has a scale for each row: moe.tiles.columns_with_a_scale.) On GPUs
+without fp8 units activations stay as they are, and weights are widened on the fly.
 """
 
 import torch
@@ -19,15 +22,16 @@ import triton
 import triton.language as tl
 
 from engine.kernels.moe import decode as moe_decode
+from engine.kernels.moe.grouping import group
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
     DecodeTiles,
     MatrixTiles,
     Shape,
     Tiles,
-    chunk_size,
-    max_blocks,
+    columns_with_a_scale,
     tiles_for,
+    within_groups,
 )
 from engine.kernels.moe.top_k import MOST_EXPERTS, all_experts
 from engine.kernels.pointwise.e4m3 import widened
@@ -35,7 +39,7 @@ from engine.kernels.pointwise.gate import activated
 from engine.kernels.pointwise.quantize import quantize_rows
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
-_STEP = tl.constexpr(16)  # pairs, or blocks, that the grouping kernels handle at a time
+FP8 = torch.float8_e4m3fn
 
 
 @kernel
@@ -74,105 +78,6 @@ def choose_experts(
 
 
 @triton.jit
-def _count(experts_ptr, first, P, EP: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of the CHUNK pairs from `first` on belong to each expert, [EP]."""
-    e = tl.arange(0, EP)[None, :]
-    counts = tl.zeros([EP], tl.int32)
-    for at in tl.range(0, CHUNK, _STEP):
-        i = first + at + tl.arange(0, _STEP)
-        expert = tl.load(experts_ptr + i, mask=i < P, other=-1)
-        counts += tl.sum((expert[:, None] == e).to(tl.int32), 0)
-    return counts
-
-
-@kernel
-def _count_kernel(
-    experts_ptr, counts_ptr, P, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
-):
-    wait_for_previous(PDL)
-    chunk = tl.program_id(0)
-    e = tl.arange(0, EP)
-    tl.store(counts_ptr + chunk * E + e, _count(experts_ptr, chunk * CHUNK, P, EP, CHUNK), mask=e < E)
-
-
-@kernel
-def _group_kernel(
-    experts_ptr, counts_ptr, order_ptr, blocks_ptr, P, chunks, num_blocks, share,
-    E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SINGLE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_previous(PDL)
-    chunk = tl.program_id(0)
-    e = tl.arange(0, EP)
-    before = tl.zeros([EP], tl.int32)  # pairs of each expert in the chunks before this one
-    if SINGLE:
-        total = _count(experts_ptr, 0, P, EP, CHUNK)
-    else:
-        total = tl.zeros([EP], tl.int32)
-        for at in tl.range(0, chunks, _STEP):
-            c = at + tl.arange(0, _STEP)
-            mask = (c < chunks)[:, None] & (e < E)[None, :]
-            counts = tl.load(counts_ptr + c[:, None] * E + e[None, :], mask=mask, other=0)
-            total += tl.sum(counts, 0)
-            before += tl.sum(tl.where((c < chunk)[:, None], counts, 0), 0)
-    first = tl.cumsum(total, 0) - total
-
-    # Each pair's place: after the pairs of lower experts, then those of earlier chunks, then earlier ones of this
-    # chunk.
-    all_i = chunk * CHUNK + tl.arange(0, CHUNK)
-    all_experts = tl.load(experts_ptr + all_i, mask=all_i < P, other=-1)
-    for at in tl.range(0, CHUNK, _STEP):
-        i = chunk * CHUNK + at + tl.arange(0, _STEP)
-        expert = tl.load(experts_ptr + i, mask=i < P, other=-1)
-        earlier = (expert[:, None] == all_experts[None, :]) & (all_i[None, :] < i[:, None])
-        place = tl.sum(earlier.to(tl.int32), 1)
-        place += tl.sum(tl.where(expert[:, None] == e[None, :], (first + before)[None, :], 0), 1)
-        tl.store(order_ptr + place, i, mask=i < P)
-
-    # This program's share of the list of blocks.
-    blocks = (total + ROWS - 1) // ROWS
-    end = tl.cumsum(blocks, 0)
-    for at in tl.range(0, share, _STEP):
-        offset = at + tl.arange(0, _STEP)
-        b = chunk * share + offset
-        expert = tl.sum((end[None, :] <= b[:, None]).to(tl.int32), 1)  # EP for unused blocks
-        own = e[None, :] == expert[:, None]
-        nth = b - tl.sum(tl.where(own, (end - blocks)[None, :], 0), 1)
-        start = tl.sum(tl.where(own, first[None, :], 0), 1) + nth * ROWS
-        rows = tl.sum(tl.where(own, total[None, :], 0), 1) - nth * ROWS
-        rows = tl.minimum(tl.maximum(rows, 0), ROWS)
-        mask = (offset < share) & (b < num_blocks)
-        tl.store(blocks_ptr + 3 * b, expert, mask=mask)
-        tl.store(blocks_ptr + 3 * b + 1, start, mask=mask)
-        tl.store(blocks_ptr + 3 * b + 2, rows, mask=mask)
-
-
-def group(experts: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """experts [T, k] -> (order [T k], blocks [n, 3]), int32.
-
-    `order` lists the pairs (numbers t * k + j) by expert, in ascending order for each expert. A block is (expert, its
-    first place in `order`, number of rows) and holds at most `rows` pairs of one expert; unused blocks, at the end,
-    have 0 rows.
-    """
-    pairs, device = experts.numel(), experts.device
-    padded = triton.next_power_of_2(num_experts)
-    chunk = chunk_size(pairs)
-    chunks = triton.cdiv(pairs, chunk)
-    num_blocks = max_blocks(pairs, num_experts, rows)
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=device)
-    counts = None
-    if chunks > 1:
-        counts = torch.empty(chunks, num_experts, dtype=torch.int32, device=device)
-        _count_kernel((chunks,), experts, counts, pairs, E=num_experts, EP=padded, CHUNK=chunk, num_warps=4)
-    _group_kernel(
-        (chunks,), experts, counts, order, blocks, pairs, chunks, num_blocks, triton.cdiv(num_blocks, chunks),
-        E=num_experts, EP=padded, CHUNK=chunk, ROWS=rows, SINGLE=chunks == 1, num_warps=4,
-    )  # fmt: skip
-    return order, blocks
-
-
-@triton.jit
 def _store(at, y, mask, ADD: tl.constexpr):
     """Store y, or with ADD add y to what is there: rounded where a separate addition would round."""
     y = y.to(at.dtype.element_ty)
@@ -181,12 +86,24 @@ def _store(at, y, mask, ADD: tl.constexpr):
     tl.store(at, y, mask=mask)
 
 
+@triton.jit
+def _store_as_fp8(y, y_at, scale_at, mask):
+    """Store y [N, ROWS] as e4m3, with a scale for each column. The scale of zeros is tiny, not 0."""
+    scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-12) / 448.0
+    tl.store(scale_at, scale)
+    tl.store(y_at, (y * (1.0 / scale)[None, :]).to(tl.float8e4nv), mask=mask)
+
+
 @kernel
 def _grouped_kernel(
-    x_ptr, w_ptr, x_scale_ptr, scale_ptr, order_ptr, blocks_ptr, y_ptr, x_stride,
-    N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, FP8: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, x_scale_ptr, scale_ptr, order_ptr, blocks_ptr, y_ptr, y_scale_ptr, x_stride,
+    N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, X_GROUP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FP8: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """X_GROUP: columns of x that share a scale; 0: x has a scale for each row, or none.
+
+    Scales of groups are [blocks, groups, ROWS], so that a program reads those of its rows side by side."""
     wait_for_previous(PDL)
     block = blocks_ptr + 3 * tl.program_id(1)
     rows = tl.load(block + 2)
@@ -203,6 +120,9 @@ def _grouped_kernel(
     x_at = x_ptr + (pair // SHARE)[None, :] * x_stride + k[:, None]
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     up = acc
+    if X_GROUP > 0:
+        of_groups = x_scale_ptr + tl.program_id(1) * ((K + X_GROUP - 1) // X_GROUP * ROWS) + m
+        x_scale = tl.load(of_groups)
     for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K != 0:
             k_live = k < K - at
@@ -224,22 +144,33 @@ def _grouped_kernel(
             w = widened(w, x.dtype)
             if GATE is not None:
                 u = widened(u, x.dtype)
-        acc = tl.dot(w, x, acc)
-        if GATE is not None:
-            up = tl.dot(u, x, up)
+        if X_GROUP > 0:
+            # Requested a step ahead, so that no product waits for its scale.
+            after = at + BLOCK_K
+            next_scale = tl.load(of_groups + tl.where(after < K, after, 0) // X_GROUP * ROWS)
+            acc += tl.dot(w, x) * x_scale[None, :]
+            x_scale = next_scale
+        else:
+            acc = tl.dot(w, x, acc)
+            if GATE is not None:
+                up = tl.dot(u, x, up)
     if FP8:
-        x_scale = 1.0
-        if x_scale_ptr is not None:
-            x_scale = tl.load(x_scale_ptr + pair // SHARE)[None, :]
+        of_x = 1.0
+        if x_scale_ptr is not None and X_GROUP == 0:
+            of_x = tl.load(x_scale_ptr + pair // SHARE)[None, :]
         scale_at = scale_ptr + expert * ((1 if GATE is None else 2) * N) + n
-        acc = acc * tl.load(scale_at, mask=n < N, other=0.0)[:, None] * x_scale
+        acc = acc * tl.load(scale_at, mask=n < N, other=0.0)[:, None] * of_x
         if GATE is not None:
-            up = up * tl.load(scale_at + N, mask=n < N, other=0.0)[:, None] * x_scale
+            up = up * tl.load(scale_at + N, mask=n < N, other=0.0)[:, None] * of_x
     if GATE is not None:
         acc = activated(acc, GATE) * up
-    tl.store(
-        y_ptr + pair[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=n_mask & (m < rows)[None, :]
-    )
+    mask = n_mask & (m < rows)[None, :]
+    y_at = y_ptr + pair[None, :] * N + n[:, None]
+    if y_scale_ptr is not None:
+        of_block = (tl.program_id(1) * ((N + BLOCK_N - 1) // BLOCK_N) + tl.program_id(0)) * ROWS
+        _store_as_fp8(acc, y_at, y_scale_ptr + of_block + m, mask)
+    else:
+        tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -305,40 +236,54 @@ def _grouped(
     tiles: Tiles,
 ) -> None:
     (tokens, top_k), (num_experts, hidden, inner) = experts.shape, w2.shape
-    pairs = tokens * top_k
-    order, blocks = group(experts, num_experts, tiles.rows)
-    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+    pairs, rows = tokens * top_k, tiles.rows
     first, second = tiles.gate_up, tiles.down
-    _product(x, w13, scale13, order, blocks, h, top_k, tiles.rows, first, gate=gate)
-    _product(h, w2, scale2, order, blocks, y, 1, tiles.rows, second, gate=None)
+    order, blocks = group(experts, num_experts, rows)
+    y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+    fp8 = scale2 is not None and target_of(x.device).fp8_units
+    x_scale, h_scale = None, None
+    h_group = columns_with_a_scale(tiles) if fp8 else 0
+    h = torch.empty(pairs, inner, dtype=FP8 if h_group else x.dtype, device=x.device)
+    if h_group:
+        second = within_groups(second, h_group)
+        groups = triton.cdiv(inner, h_group)
+        h_scale = torch.empty(blocks.shape[0], groups, rows, dtype=torch.float32, device=x.device)
+    if fp8:
+        x, x_scale = quantize_rows(x)
+    listed = order, blocks
+    _product((x, x_scale), (w13, scale13), listed, (h, h_scale), top_k, 0, rows, first, gate=gate)
+    if fp8 and not h_group:
+        h, h_scale = quantize_rows(h)
+    _product((h, h_scale), (w2, scale2), listed, (y, None), 1, h_group, rows, second, gate=None)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel(
         (tokens, triton.cdiv(hidden, block)), y, weights, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
     )
 
 
+Scaled = tuple[torch.Tensor, torch.Tensor | None]  # numbers, and their scales if they are fp8
+
+
 def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    order: torch.Tensor,
-    blocks: torch.Tensor,
-    out: torch.Tensor,
+    x: Scaled,
+    weight: Scaled,
+    listed: tuple[torch.Tensor, torch.Tensor],
+    out: Scaled,
     share: int,
+    x_group: int,
     rows: int,
     tiles: MatrixTiles,
     *,
     gate: str | None,
 ) -> None:
-    """out [pairs, N] = each pair's row of x (number pair // share) times its expert's weight, with the gate applied."""
-    x_scale = None
-    if scale is not None and target_of(x.device).fp8_units:
-        x, x_scale = quantize_rows(x)
-    outputs, inner = out.shape[1], weight.shape[2]
+    """out [pairs, N] = each pair's row of x (number pair // share) times its expert's weight, with the gate applied.
+    `listed`: the result of `group`."""
+    order, blocks = listed
+    (values, x_scale), (w, scale), (y, y_scale) = x, weight, out
+    outputs, inner = y.shape[1], w.shape[2]
     _grouped_kernel(
-        (triton.cdiv(outputs, tiles.block_n), blocks.shape[0]), x, weight, x_scale, scale, order, blocks, out,
-        x.stride(0), N=outputs, K=inner, SHARE=share, ROWS=rows, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        FP8=scale is not None, GATE=gate, STAGES=tiles.stages, num_warps=tiles.warps,
+        (triton.cdiv(outputs, tiles.block_n), blocks.shape[0]), values, w, x_scale, scale, order, blocks, y, y_scale,
+        values.stride(0), N=outputs, K=inner, SHARE=share, X_GROUP=x_group, ROWS=rows, BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k, FP8=scale is not None, GATE=gate, STAGES=tiles.stages, num_warps=tiles.warps,
         num_stages=tiles.stages,
     )  # fmt: skip
