@@ -20,6 +20,7 @@ without fp8 units activations stay as they are, and weights are widened on the f
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads, num_warps
 
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe.grouping import group
@@ -40,6 +41,7 @@ from engine.kernels.pointwise.quantize import quantize_rows
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
 FP8 = torch.float8_e4m3fn
+_AHEAD = tl.constexpr(256)  # bytes for each output that a program of the down GEMM asks for before it waits
 
 
 @kernel
@@ -87,6 +89,26 @@ def _store(at, y, mask, ADD: tl.constexpr):
 
 
 @triton.jit
+def _ask_for_rows(w_ptr, before, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Bring a part of this program's rows of a weight into the L2 cache. `before`: rows of the experts before its own.
+
+    The programs that start while the previous kernel ends would otherwise leave the memory idle. One thread of each
+    warp asks, because a warp's requests are sent one after the other.
+    """
+    ROW: tl.constexpr = K * w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    ROWS: tl.constexpr = _AHEAD * BLOCK_N // ROW
+    SHARE: tl.constexpr = ROWS * ROW // num_warps() // 16 * 16
+    if ROW % 16 == 0 and SHARE > 0 and ROWS <= N:
+        thread = tl.arange(0, num_threads())
+        start = (before + tl.minimum(first, N - ROWS)) * ROW
+        address = w_ptr.to(tl.int64) + start + thread // 32 * SHARE
+        size = tl.where(thread % 32 == 0, SHARE, 0)
+        ask: tl.constexpr = """{ .reg .pred p; setp.ne.u32 p, $2, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"""
+        tl.inline_asm_elementwise(ask, "=r,l,r", [address, size], tl.int32, False, 1)
+
+
+@triton.jit
 def _store_as_fp8(y, y_at, scale_at, mask):
     """Store y [N, ROWS] as e4m3, with a scale for each column. The scale of zeros is tiny, not 0."""
     scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-12) / 448.0
@@ -104,14 +126,25 @@ def _grouped_kernel(
     """X_GROUP: columns of x that share a scale; 0: x has a scale for each row, or none.
 
     Scales of groups are [blocks, groups, ROWS], so that a program reads those of its rows side by side."""
-    wait_for_previous(PDL)
+    # The gate's kernel waits for the list of blocks before it lets the down GEMM start, so the down GEMM knows its
+    # experts before h is complete. Its loads of the list bypass the L1 cache, which may hold older contents.
+    if PDL and GATE is not None:
+        gdc_wait()
+        gdc_launch_dependents()
     block = blocks_ptr + 3 * tl.program_id(1)
-    rows = tl.load(block + 2)
+    rows = tl.load(block + 2, cache_modifier=".cg")
     if rows == 0:
+        if GATE is None:
+            wait_for_previous(PDL)
         return
-    expert = tl.load(block).to(tl.int64)
+    expert = tl.load(block, cache_modifier=".cg").to(tl.int64)
     m = tl.arange(0, ROWS)
-    pair = tl.load(order_ptr + tl.load(block + 1) + m, mask=m < rows, other=0).to(tl.int64)
+    place = tl.load(block + 1, cache_modifier=".cg") + m
+    pair = tl.load(order_ptr + place, mask=m < rows, other=0, cache_modifier=".cg").to(tl.int64)
+    if GATE is None:
+        if PDL:
+            _ask_for_rows(w_ptr, expert * N, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N)
+        wait_for_previous(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     n_mask = (n < N)[:, None]
