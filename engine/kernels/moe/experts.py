@@ -220,6 +220,9 @@ def _sum_kernel(
     _store(out_ptr + token * H + h, total, h < H, ADD)
 
 
+Scaled = tuple[torch.Tensor, torch.Tensor | None]  # numbers, and their scales if they are fp8
+
+
 def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -231,19 +234,24 @@ def routed_experts(
     *,
     gate: str = "silu",
     residual: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     tiles: Tiles | DecodeTiles | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
     up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].
 
     `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
+    More than VECTOR_TOKENS tokens may be quantised already: x is e4m3 with the scale `x_scale` [T], and the result has
+    `dtype`.
     """
     num_experts, hidden, inner = w2.shape
     assert experts.is_contiguous()
     assert weights.is_contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device) if residual is None else residual
     assert out.is_contiguous()
     if x.shape[0] <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
+        assert x_scale is None
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
     if tiles is None:
         gpu = target_of(x.device)
@@ -251,50 +259,46 @@ def routed_experts(
         shape = Shape(num_experts, experts.shape[1], hidden, inner, size, size == 1 and not gpu.fp8_units)
         tiles = tiles_for(shape, x.shape[0], gpu.shared_memory, gpu)
     assert isinstance(tiles, Tiles)
-    _grouped(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual is not None, tiles)
+    _grouped((x, x_scale), weights, experts, (w13, scale13), (w2, scale2), gate, out, residual is not None, tiles)
     return out
 
 
 def _grouped(
-    x: torch.Tensor,
+    x: Scaled,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    scale13: torch.Tensor | None,
-    scale2: torch.Tensor | None,
+    gate_up: Scaled,
+    down: Scaled,
     gate: str,
     out: torch.Tensor,
     add: bool,
     tiles: Tiles,
 ) -> None:
-    (tokens, top_k), (num_experts, hidden, inner) = experts.shape, w2.shape
+    (tokens, top_k), (num_experts, hidden, inner) = experts.shape, down[0].shape
+    device, dtype = out.device, out.dtype
     pairs, rows = tokens * top_k, tiles.rows
     first, second = tiles.gate_up, tiles.down
     order, blocks = group(experts, num_experts, rows)
-    y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    fp8 = scale2 is not None and target_of(x.device).fp8_units
-    x_scale, h_scale = None, None
+    y = torch.empty(pairs, hidden, dtype=dtype, device=device)
+    fp8 = down[1] is not None and target_of(device).fp8_units
+    h_scale = None
     h_group = columns_with_a_scale(tiles) if fp8 else 0
-    h = torch.empty(pairs, inner, dtype=FP8 if h_group else x.dtype, device=x.device)
+    h = torch.empty(pairs, inner, dtype=FP8 if h_group else dtype, device=device)
     if h_group:
         second = within_groups(second, h_group)
         groups = triton.cdiv(inner, h_group)
-        h_scale = torch.empty(blocks.shape[0], groups, rows, dtype=torch.float32, device=x.device)
-    if fp8:
-        x, x_scale = quantize_rows(x)
+        h_scale = torch.empty(blocks.shape[0], groups, rows, dtype=torch.float32, device=device)
+    if fp8 and x[1] is None:
+        x = quantize_rows(x[0])
     listed = order, blocks
-    _product((x, x_scale), (w13, scale13), listed, (h, h_scale), top_k, 0, rows, first, gate=gate)
+    _product(x, gate_up, listed, (h, h_scale), top_k, 0, rows, first, gate=gate)
     if fp8 and not h_group:
         h, h_scale = quantize_rows(h)
-    _product((h, h_scale), (w2, scale2), listed, (y, None), 1, h_group, rows, second, gate=None)
+    _product((h, h_scale), down, listed, (y, None), 1, h_group, rows, second, gate=None)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel(
         (tokens, triton.cdiv(hidden, block)), y, weights, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
     )
-
-
-Scaled = tuple[torch.Tensor, torch.Tensor | None]  # numbers, and their scales if they are fp8
 
 
 def _product(

@@ -10,6 +10,7 @@ from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.moe.tiles import MatrixTiles, Shape, StreamTiles, Tiles
 from engine.kernels.pointwise import reference as pointwise_reference
+from engine.kernels.pointwise.quantize import quantize_rows
 from engine.kernels.runtime.gpu_target import INTERPRETER
 
 FP8 = torch.float8_e4m3fn
@@ -176,6 +177,22 @@ def test_each_group_of_the_gates_result_has_its_scale(rows, h_group, down_k):
     assert error.max() < 5e-3, "a few numbers may round the other way"
     other = moe_reference.routed_experts(x, *routing, **arguments, h_group=0 if h_group else 16)
     assert (ours - other).norm() > 4 * (ours - reference).norm()
+
+
+@pytest.mark.parametrize("tokens", [5, 150])
+def test_tokens_that_the_norm_quantised(tokens):
+    """Give the bits that the kernels' own quantisation gives, in the dtype of the plain ones."""
+    arguments = layer(6, 64, 48, FP8)
+    x, residual = torch.randn(tokens, 64).half(), torch.randn(tokens, 64).half()
+    routing = moe_reference.choose_experts(torch.randn(tokens, 6), 2)
+    values, scale = quantize_rows(x)
+    plain = moe_experts.routed_experts(x, *routing, **arguments)
+    ours = moe_experts.routed_experts(values, *routing, **arguments, x_scale=scale, dtype=x.dtype)
+    assert ours.dtype == plain.dtype
+    assert torch.equal(ours, plain)
+    onto = residual.clone()
+    moe_experts.routed_experts(values, *routing, **arguments, x_scale=scale, dtype=x.dtype, residual=onto)
+    assert torch.equal(onto, residual + plain)
 
 
 def down_for(size, arguments):
