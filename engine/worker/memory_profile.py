@@ -27,6 +27,8 @@ from engine.worker.warmup import compile_steps, needed_kernels
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
 _GRANULE = 2 << 20      # the driver's allocation unit: part of a measured need may fit into a unit allocated earlier
+# Prompts that end in a full step: the last layer goes on with as many rows, whose kernels no other step has.
+_FEW_PROMPTS = (1, 2, 4, 16)
 _PROBES = 8             # graphs of batch sizes up to this (1, 2, 4, 8) are measured for all; the last for the largest
 
 
@@ -49,7 +51,7 @@ def measure_steps(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     runner, cache, steps = _prepared(model, spec, kv_dtype, max_num_tokens, max_num_seqs, device)
-    compile_steps(runner, count, _mixed(steps))
+    compile_steps(runner, count, _with_prompts(steps, runner, max_num_tokens, max_num_seqs))
     torch.cuda.empty_cache()
     ours = torch.cuda.memory_allocated(device) - before
     buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_tables.nbytes
@@ -87,7 +89,8 @@ def kernels_of_a_start(
 ) -> set[Job]:  # fmt: skip
     """What `measure_steps` compiles, and with it whatever a start runs. No weight is read and no kernel is launched."""
     runner, _, steps = _prepared(model, spec, kv_dtype, max_num_tokens, max_num_seqs, device)
-    return needed_kernels(runner, min(max_num_seqs, max_num_tokens), _mixed(steps))
+    plans = _with_prompts(steps, runner, max_num_tokens, max_num_seqs)
+    return needed_kernels(runner, min(max_num_seqs, max_num_tokens), plans)
 
 
 def _prepared(
@@ -110,8 +113,14 @@ def _prepared(
     return runner, cache, [*_largest_steps(lengths), *(_largest_steps(prompts)[0] for prompts in small)]
 
 
-def _mixed(steps: Iterable[StepPlan]) -> list[StepPlan]:
-    return [plan for plan in steps if plan.num_tokens > len(plan.seqs)]
+def _with_prompts(
+    steps: Iterable[StepPlan], runner: DeviceRunner, max_num_tokens: int, max_num_seqs: int
+) -> list[StepPlan]:
+    """Those of the steps that have prompts, and full ones in which only a few prompts end."""
+    few = [count for count in _FEW_PROMPTS if count <= min(max_num_seqs, max_num_tokens)]
+    limit = runner.max_model_len - 2
+    full = [_largest_steps(_lengths(min(max_num_tokens, count * limit), count, limit))[0] for count in few]
+    return [plan for plan in (*steps, *full) if plan.num_tokens > len(plan.seqs)]
 
 
 def _lengths(num_tokens: int, count: int, limit: int) -> list[int]:

@@ -29,7 +29,7 @@ STEP = 128  # columns that are multiplied at a time
 E4M3_UNIT = 512  # int4's codes become multiples of 1 / 512, e4m3's smallest step
 _BLOCK_ROWS = 128
 _MANY_OUTPUTS = 12_800  # enough programs for every multiprocessor without cutting K
-_FEW_OUTPUTS = 4096
+_FEW_OUTPUTS = 4608
 _BAND = 8  # row blocks that use the same part of the weight while it is in the L2 cache
 
 
@@ -194,6 +194,11 @@ def group_scaled(packed: Packed) -> GroupScaled | None:
     return GroupScaled(packed.values, packed.scale[::_BLOCK_ROWS].float().contiguous(), packed.group, _BLOCK_ROWS, 0)
 
 
+def one_group(weight: torch.Tensor, scale: torch.Tensor) -> GroupScaled:
+    """An e4m3 weight [N, K] with a scale for each output [N]."""
+    return GroupScaled(weight, scale.unsqueeze(1), weight.shape[1], 1, 0)
+
+
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Counters of finished parts, one for each tile. The last program resets its own to zero."""
@@ -207,8 +212,9 @@ def tiles_for(rows: int, weight: GroupScaled, shared: int) -> GroupTiles:
     narrow = outputs < _MANY_OUTPUTS  # too few programs for every multiprocessor, unless K is cut
     block_m = next((size for size in (16, 32, 64) if rows <= size), 128)
     if weight.pair == 0:
+        fp8_split = 4 if outputs <= _FEW_OUTPUTS else 2 if narrow else 1
         tiles = {
-            16: GroupTiles(64, 16, 2 if narrow else 1, 4, 5), 32: GroupTiles(64, 32, 2 if narrow else 1, 4, 5),
+            16: GroupTiles(64, 16, fp8_split, 4, 5), 32: GroupTiles(64, 32, fp8_split, 4, 5),
             64: GroupTiles(64, 64, 4 if outputs <= _FEW_OUTPUTS else 2 if narrow else 1, 4, 5),
             128: GroupTiles(64, 64, 2 if narrow else 1, 4, 4) if rows <= 128 else GroupTiles(128, 128, 1, 8, 4),
         }[block_m]  # fmt: skip

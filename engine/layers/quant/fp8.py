@@ -17,7 +17,6 @@ from torch import nn
 
 from engine.kernels.gemm import autotune, scaled
 from engine.layers.gemm_inputs import QuantizedRows
-from engine.layers.quant import unquantized
 from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides, plain_gemv
 from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 from engine.layers.weight_memory import for_good
@@ -28,6 +27,7 @@ SMALLEST_SCALE = 1e-12  # a row of zeros has a scale too: 0 / 0 would be NaN
 _CHUNK_ELEMENTS = 16 << 20
 FEW_ROWS = 128         # up to here our kernel, on GPUs for whose library no algorithms can be chosen
 _MANY_OUTPUTS = 16384  # with so many, up to half as many rows
+_FEW_OUTPUTS = 4096    # with fewer, too, although few of our programs run then
 _MULTIPLE = 16         # of both sides of a matrix on the fp8 units
 
 
@@ -83,8 +83,8 @@ def _on_fp8_units(layer: LinearLayer, x: QuantizedRows) -> torch.Tensor:
     chosen = autotune.chosen(x.values, layer.weight, x.dtype) if layer.bias is None else None
     if chosen is not None:
         return chosen(x.values, layer.weight, (x.scale, layer.scale))
-    most = FEW_ROWS if layer.out_features < _MANY_OUTPUTS else FEW_ROWS // 2
-    if x.values.shape[0] <= most and layer.out_features >= unquantized.SOME_OUTPUTS:
+    most = FEW_ROWS if _FEW_OUTPUTS <= layer.out_features < _MANY_OUTPUTS else FEW_ROWS // 2
+    if x.values.shape[0] <= most:
         from engine.kernels.gemm.small_batch import small_batch_gemm
 
         return small_batch_gemm(x.values, layer.weight, layer.bias, x_scale=x.scale, scale=layer.scale, dtype=x.dtype)
