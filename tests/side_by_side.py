@@ -52,8 +52,8 @@ INSTALLATIONS = {
 }
 # Its plugin takes a second to import; only the server's tests use it.
 NO_SCHEMATHESIS = ["-p", "no:schemathesis"]
-# Triton's interpreter is one thread of Python. Steps of tiny models are too short to divide: threads of three processes on
-# two cores wait for one another. Engines with several threads: the other parts, and `make test-cpus`.
+# Triton's interpreter is one thread of Python. Steps of tiny models are too short to divide, and the threads of three
+# processes wait for one another. Engines with several threads run in the other parts, and in `make test-cpus`.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 WITH_ONE_THREAD = {*KERNELS_PARTS, "models", "server", "terminal"}
 
