@@ -8,6 +8,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 LOCK   := offline_bundle/lock.txt
 
+# Container images often set it. Then each of the many processes of tests and services compiles our code again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup lock demo demo-stop test test-kernels test-installations test-terminal test-compile test-cpus lint format bench test-gpu \

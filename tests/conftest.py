@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,11 @@ from tiny_llama import TINY_LLAMAS, save_tiny_llama
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Where bytecode is switched off, as in many container images, every process that tests start compiles our code again.
+# Test modules, which are imported after this one, are kept too.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A runner that was started in the background ignores Ctrl-C, and so would every process that the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,6 +9,7 @@ its last line, one that fails everything.
 The exit status is 1 if any part failed.
 """
 
+import compileall
 import os
 import subprocess
 import sys
@@ -49,7 +50,12 @@ INSTALLATIONS = {
     "terminal": ["tests/tui/test_wizard_real.py"],
     "checklist": ["tests/appliance/service/test_checklist_real.py", "tests/appliance/service/verification"],
 }
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Triton's interpreter is one thread of Python
+# Its plugin takes a second to import; only the server's tests use it.
+NO_SCHEMATHESIS = ["-p", "no:schemathesis"]
+# Triton's interpreter is one thread of Python. Steps of tiny models are too short to divide, and the threads of three
+# processes wait for one another. Engines with several threads run in the other parts, and in `make test-cpus`.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+WITH_ONE_THREAD = {*KERNELS_PARTS, "models", "server", "terminal"}
 
 
 def main() -> int:
@@ -60,12 +66,16 @@ def main() -> int:
     elif asked[:1] == ["installations"]:
         asked, parts, slow = asked[1:], INSTALLATIONS, ["-m", "slow"]
     processes = int(asked[0]) if asked else 3
+    # Services write no bytecode, and would compile their code at each start.
+    for room in ("appliance", "engine", "installer", "offline_bundle", "tui"):
+        compileall.compile_dir(ROOT / room, quiet=2, workers=processes)
     running: set[subprocess.Popen] = set()
     lock, stopped, began = threading.Lock(), threading.Event(), time.monotonic()
 
     def run(name: str) -> bool:
-        environment = os.environ | (ONE_THREAD if name.startswith("kernels") else {})
-        command = [sys.executable, "-m", "pytest", *slow, *parts[name]]
+        environment = os.environ | (ONE_THREAD if parts is not INSTALLATIONS and name in WITH_ONE_THREAD else {})
+        plugins = [] if name == "server" else NO_SCHEMATHESIS
+        command = [sys.executable, "-m", "pytest", *plugins, *slow, *parts[name]]
         start = time.monotonic()
         with lock:
             if stopped.is_set():

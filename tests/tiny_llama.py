@@ -1,6 +1,18 @@
-"""Random tiny Llama checkpoints for tests: real files in the real format, made in milliseconds."""
+"""Random tiny Llama checkpoints for tests: real files in the real format.
 
+Each is made once by transformers and kept in .cache, because importing torch and transformers takes longer than most
+tests that need a model.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
+
+KEPT = Path(__file__).resolve().parents[1] / ".cache/tiny-llamas"
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -40,6 +52,22 @@ TINY_LLAMAS: dict[str, dict] = {
 
 def save_tiny_llama(directory: Path, *, seed: int = 0, **overrides: object) -> None:
     """Write a random Llama of two layers, hidden size 64 and a byte-level vocabulary of 320 into `directory`."""
+    recipe = hashlib.sha256(Path(__file__).read_bytes())
+    for library in ("torch", "transformers", "tokenizers"):
+        recipe.update(version(library).encode())
+    recipe.update(json.dumps([seed, overrides], sort_keys=True).encode())
+    made = KEPT / recipe.hexdigest()[:16]
+    if not made.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=KEPT))
+        _make(partial, seed, overrides)
+        with suppress(OSError):  # another process was first
+            partial.rename(made)
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(made, directory, dirs_exist_ok=True)
+
+
+def _make(directory: Path, seed: int, overrides: dict[str, object]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -4,6 +4,7 @@ Runs in its own process (``python -m appliance.demo.convert FILE.gguf OUT``), be
 model take a gigabyte of memory that the caller should not keep. Prints one line per stage on stdout.
 """
 
+import functools
 import json
 import os
 import sys
@@ -16,8 +17,13 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VER
 def convert(gguf: Path, out: Path) -> None:
     """Write the checkpoint of `gguf` into the existing, empty directory `out`."""
     print("stage: loading the converter", flush=True)
+    import gguf as gguf_library
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # transformers parses the whole file for tokenizer, configuration and weights, and makes the map for each module.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf_library, name, functools.cache(getattr(gguf_library, name)))
 
     print("stage: reading the tokenizer", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

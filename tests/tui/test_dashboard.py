@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from checklist_kit import Front
+from real_service import MODEL, install, signed
 from screens import seen, until, widths
 
 from appliance.series import Store, sampler
@@ -27,13 +27,9 @@ from appliance.service.trouble import troubles
 from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
 from installer.base.layout import Layout
-from installer.decide.install_options import InstallOptions
-from installer.operate.install import Installer
 from installer.operate.lifecycle import start, stop
 from installer.release import config
 from installer.service.choice import service_for
-from offline_bundle import inspect_bundle
-from offline_bundle.model.build import build_bundle
 from tui.app import Wizard
 from tui.dashboard.columns import columns
 from tui.dialogs.ask import Ask, Read
@@ -41,7 +37,6 @@ from tui.dialogs.form import Pick
 from tui.dialogs.seat import TakeOver
 
 pytestmark = pytest.mark.timeout(600)
-MODEL = "smollm2-135m-instruct"
 MARKER = "Sphinx-of-black-quartz"
 REQUESTS, TOKENS = 5, 6
 
@@ -49,19 +44,7 @@ REQUESTS, TOKENS = 5, 6
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: Any) -> Iterator[Layout]:
     root = tmp_path_factory.mktemp("watched")
-    licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
-    bundle = build_bundle(
-        smollm2_dir, root, name=MODEL, version="1.0.0", sequence=1, license_id="Apache-2.0", license_file=licence,
-        source_repo="HuggingFaceTB/SmolLM2-135M-Instruct", source_revision="0" * 40, private_key=signer.private_path,
-    )  # fmt: skip
-    terms = inspect_bundle(bundle).manifest.license
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    layout = Layout.at(root / "prefix")
-    options = InstallOptions(bundle, layout.prefix, trust_keys=[signer.public_path], port=port, device="cpu",
-                             confirmed=True, accept_licenses=[f"{terms.spdx}@{terms.sha256}"])  # fmt: skip
-    Installer(options, Front(), layout=layout).run()  # type: ignore[arg-type]
+    layout = install(signed(smollm2_dir, root, signer), root / "prefix", signer, Front())
     yield layout
     stop(layout)
 

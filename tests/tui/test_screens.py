@@ -197,7 +197,7 @@ async def test_answers_and_report_are_written_from_anywhere(
         await until(pilot, lambda: "The report could not be written" in seen(empty))
     assert answers_of.read(tmp_path / "atoll-answers.toml")
     assert "not begun" in (tmp_path / "atoll-report.en.md").read_text()
-    assert "시작" in (tmp_path / "atoll-report.ko.md").read_text() or "점검표" in (
+    assert "시작" in (tmp_path / "atoll-report.ko.md").read_text() or "체크리스트" in (
         tmp_path / "atoll-report.ko.md").read_text()  # fmt: skip
     assert json.loads((tmp_path / "atoll-report.json").read_text())["next_step"] == "gpu"
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,29 +12,20 @@ from typing import Any
 import pytest
 import tomlkit
 from checklist_kit import REVIEW
+from real_service import SMALL_LOAD, SMALL_MODEL, free_port, signed
 from screens import seen, until, widths
 
 from appliance.service.steps import STEPS
 from installer.base.errors import InstallError
 from installer.base.layout import Layout
 from installer.operate.lifecycle import stop
-from offline_bundle.model.build import build_bundle
 from tui.app import Wizard
 from tui.dialogs.ask import Read
 from tui.dialogs.form import Form
 from tui.parts.trials import Trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-PROFILE = """\
-endpoint = "completions"
-input = [8, 16]
-output = [4, 6]
-requests = 6
-warmup = 1
-[arrival]
-clients = 2
-"""
-WAIVERS = dict.fromkeys(("golden", "repetition", "quality-answers"), "a small model for tests")
+
 
 
 @pytest.fixture(autouse=True)
@@ -56,20 +46,12 @@ def _forked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def layout(tmp_path: Path, smollm2_dir: Path, signer: Any) -> Iterator[Layout]:
     """Nothing is installed. `answers.toml` beside it says all but what a person decides at the screen."""
-    licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
-    bundle = build_bundle(
-        smollm2_dir, tmp_path, name="smollm2-135m-instruct", version="1.0.0", sequence=1, license_id="Apache-2.0",
-        license_file=licence, source_repo="HuggingFaceTB/SmolLM2-135M-Instruct", source_revision="0" * 40,
-        private_key=signer.private_path,
-    )  # fmt: skip
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (tmp_path / "tiny.toml").write_text(PROFILE)
+    bundle = signed(smollm2_dir, tmp_path, signer)
+    (tmp_path / "tiny.toml").write_text(SMALL_LOAD)
     profile = str(tmp_path / "tiny.toml")
     answers = {
         "schema_version": 1, "bundle": str(bundle), "trust_keys": [str(signer.public_path)], "device": "cpu",
-        "port": port, "waivers": WAIVERS, "review": {"smollm2-135m-instruct": REVIEW},
+        "port": free_port(), "waivers": SMALL_MODEL, "review": {"smollm2-135m-instruct": REVIEW},
         "tune": {"profile": profile, "budget": "60s", "load_seconds": 2.0, "only": ["max-num-seqs"]},
         "verify": {"profile": profile, "requests": 6, "soak_seconds": 4.0},
         "pilot": {"interval": 0.5, "stages": [

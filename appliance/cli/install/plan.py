@@ -77,12 +77,12 @@ def _plan(
     asked: str | None, gpu: str | None, context: int | None, users: int | None, quantization: str | None,
     kv_cache_dtype: str | None, share: float | None, as_json: bool,
 ) -> bool:  # fmt: skip
-    from appliance.service.planning import pick, planner
+    from appliance.service.planning import model_and_gpu, planner
     from appliance.service.presets import resolve
 
     if asked is None:
         raise _usage(t("No model is named."), t("Name one that this lists: atoll presets"))
-    subject, card = pick.subject(asked), pick.card(gpu)
+    subject, card = model_and_gpu.subject(asked), model_and_gpu.card(gpu)
     if subject.preset is not None:
         preset = resolve.find(subject.preset, card)
         knobs, card = preset.planned.knobs, preset.card

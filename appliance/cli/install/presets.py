@@ -29,11 +29,11 @@ app = Commands(
 def _list(ctx: typer.Context, gpu: Gpu = None, as_json: Json = False) -> None:
     if ctx.invoked_subcommand is not None:
         return
-    from appliance.service.planning import pick
+    from appliance.service.planning import model_and_gpu
     from appliance.service.presets import resolve
 
     with told(as_json):
-        card = pick.card(gpu)
+        card = model_and_gpu.card(gpu)
         rows: list[dict[str, Any]] = [{"name": name} for name in resolve.names()]
         for row in rows if card else ():
             try:
@@ -65,12 +65,12 @@ def show(
 
     Exit code 3: it does not fit on this GPU; the nearest that does is named.
     """
-    from appliance.service.planning import pick
+    from appliance.service.planning import model_and_gpu
     from appliance.service.presets import resolve
 
     with told(as_json):
         verbatim = gpu is None and name.endswith(f"/{resolve.WHITE_PAPER}")
-        found = resolve.find(name, None if verbatim else pick.card(gpu))
+        found = resolve.find(name, None if verbatim else model_and_gpu.card(gpu))
         if as_json:
             print_json(found.to_json())
         else:

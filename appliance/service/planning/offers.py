@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from appliance.service.checklist import options_of
 from appliance.service.facts import MachineFacts, machine_facts
-from appliance.service.planning.pick import card_of
+from appliance.service.planning.model_and_gpu import card_of
 from appliance.service.planning.planner import Knobs, plan
 from appliance.service.presets.catalogue import catalogue
 from appliance.service.presets.choose import choose

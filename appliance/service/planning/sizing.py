@@ -1,6 +1,7 @@
 """The sizing table of the documents: models, formats and GPU classes, computed by the planner."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from appliance.service.planning.planner import Knobs, plan, weights_of
@@ -16,8 +17,7 @@ _MEASURED = {"Qwen3-0.6B": "qwen3-0.6b", "Qwen3-8B": "qwen3-8b", "Qwen3-30B-A3B"
 def table(language: str) -> Iterator[str]:
     """Lines of Markdown. A cell: users at each of CONTEXTS (the longest context of one request); a dash: does not
     fit."""
-    data = catalogue()
-    columns = {size: [card for card in data.cards.values() if card.gpu_class == size] for size in _CLASSES}
+    data, columns = catalogue(), _columns()
     titles = [f"{size} GB: {', '.join(_short(card) for card in cards)}" for size, cards in columns.items()]
     yield f"| {told(t('Model, weights'), language)} | " + " | ".join(titles) + " |"
     yield "|---" * (len(columns) + 1) + "|"
@@ -25,9 +25,20 @@ def table(language: str) -> Iterator[str]:
     models |= {title: path for title, shape in _MEASURED.items() if (path := shipped_shape(shape))}
     for title, directory in models.items():
         for weights, quantization in (("bf16", None), ("fp8", "fp8")):
-            cells = [_cell(directory, _smallest(cards), quantization) for cards in columns.values()]
-            size = weights_of(directory, quantization)[0] / (1 << 30)
-            yield f"| {title} {weights}, {size:.1f} GiB | " + " | ".join(cells) + " |"
+            yield f"| {title} {weights}, {_row(directory, quantization)} |"
+
+
+def _columns() -> dict[int, list[GpuModel]]:
+    """GPUs by the size of their memory."""
+    cards = catalogue().cards.values()
+    return {size: [card for card in cards if card.gpu_class == size] for size in _CLASSES}
+
+
+@cache
+def _row(model: Path, quantization: str | None) -> str:
+    """The same in every language."""
+    cells = [_cell(model, _smallest(cards), quantization) for cards in _columns().values()]
+    return " | ".join([f"{weights_of(model, quantization)[0] / (1 << 30):.1f} GiB", *cells])
 
 
 def _cell(model: Path, card: GpuModel, quantization: str | None) -> str:

@@ -64,7 +64,8 @@ class InstallStep(Step):
 
 def _presets(job: StepJob) -> dict[str, "Chosen"]:
     """Instance -> preset, for each model that will run; empty if the medium is gone and the models are unknown."""
-    from appliance.service.planning.pick import card_of  # loads PyTorch, which a dry run from a medium does without
+    # It loads PyTorch, which a dry run from a medium does without.
+    from appliance.service.planning.model_and_gpu import card_of
     from appliance.service.presets.choose import choose
 
     answers: PresetAnswers = getattr(job.answers, "preset")  # noqa: B009

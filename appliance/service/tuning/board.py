@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.service.facts import machine_facts
-from appliance.service.planning import pick, planner
+from appliance.service.planning import model_and_gpu, planner
 from appliance.service.planning.planner import MOST_TOKENS, MOST_USERS, Knobs, Planned
 from appliance.service.presets.answers import PresetAnswers
 from appliance.service.presets.catalogue import GpuModel
@@ -141,7 +141,7 @@ def boards(layout: Layout, answers: PresetAnswers) -> list[Board]:
     for bundle in release.bundles_of(committed):
         name = str(bundle["instance"])
         config = engine_config(layout, name)
-        card = pick.card_of(gpus[0]) if gpus and config.device != "cpu" else None
+        card = model_and_gpu.card_of(gpus[0]) if gpus and config.device != "cpu" else None
         directory = layout.models / str(bundle["digest"]) / "model"
         found.append(board_of(name, str(bundle["name"]), directory, card, config, answers))
     return found

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from appliance.service.jobs.frontend import JobFrontend
-from appliance.service.planning import pick
+from appliance.service.planning import model_and_gpu
 from appliance.service.presets.catalogue import GpuModel, catalogue
 from appliance.service.presets.resolve import find as find_preset
 from appliance.service.tuning import advice, records
@@ -76,7 +76,7 @@ class Tuning:
         trial, request = self.trial, self.request
         model = trial.model
         config = engine_config(self.layout, model.instance)
-        card = None if config.device == "cpu" else pick.card(None)
+        card = None if config.device == "cpu" else model_and_gpu.card(None)
         ours = records.ours(self.records.records, model.instance)
         for name, value in self._preset(card).items():
             ours.setdefault(name, []).append(value)

@@ -7,7 +7,6 @@ same.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,28 +17,16 @@ from typing import Any
 import pytest
 import tomlkit
 from checklist_kit import REVIEW
+from real_service import SMALL_LOAD, SMALL_MODEL, free_port, licence_answer, signed
 
 from appliance.service.facts import engine_facts
 from appliance.service.jobs import spool
 from appliance.service.steps import STEPS
 from installer.base.layout import Layout
 from installer.operate.lifecycle import stop
-from offline_bundle import inspect_bundle
-from offline_bundle.model.build import build_bundle
 
 # A verification of all groups, on a machine that others use too.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-PROFILE = """\
-endpoint = "completions"
-input = [8, 16]
-output = [4, 6]
-requests = 6
-warmup = 1
-[arrival]
-clients = 2
-"""
-# What a model of 135 million parameters may miss. A real one's answers are judged.
-WAIVERS = dict.fromkeys(("golden", "repetition", "quality-answers"), "a small model for tests")
 
 
 @dataclass
@@ -81,22 +68,14 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: Any) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("whole")
     spool.remove(Layout.at(root / "prefix"))  # of an earlier run whose folder had this name
-    licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
-    bundle = build_bundle(
-        smollm2_dir, root, name="smollm2-135m-instruct", version="1.0.0", sequence=1, license_id="Apache-2.0",
-        license_file=licence, source_repo="HuggingFaceTB/SmolLM2-135M-Instruct", source_revision="0" * 40,
-        private_key=signer.private_path,
-    )  # fmt: skip
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (root / "tiny.toml").write_text(PROFILE)
-    terms, engine = inspect_bundle(bundle).manifest.license, engine_facts()
+    bundle = signed(smollm2_dir, root, signer)
+    (root / "tiny.toml").write_text(SMALL_LOAD)
+    engine = engine_facts()
     profile = str(root / "tiny.toml")
     answers = {
         "schema_version": 1, "bundle": str(bundle), "trust_keys": [str(signer.public_path)], "device": "cpu",
-        "port": port, "confirm_plan": True, "waivers": WAIVERS,
-        "accept_licenses": [f"{engine.spdx}@{engine.licence_sha256}", f"{terms.spdx}@{terms.sha256}"],
+        "port": free_port(), "confirm_plan": True, "waivers": SMALL_MODEL,
+        "accept_licenses": [f"{engine.spdx}@{engine.licence_sha256}", licence_answer(bundle)],
         "review": {"smollm2-135m-instruct": REVIEW},
         "tune": {"profile": profile, "budget": "60s", "load_seconds": 2.0, "only": ["max-num-seqs"], "confirm": True,
                  "target": "ttft=20s"},

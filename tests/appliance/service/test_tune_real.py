@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from checklist_kit import Front, die
+from real_service import install, signed
 
 from appliance.service import jobs
 from appliance.service.tuning import records
@@ -31,15 +31,11 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.journal import History, Journal, intact
 from installer.base.layout import Layout
 from installer.base.lock import holder
-from installer.decide.install_options import InstallOptions
-from installer.operate.install import Installer
 from installer.operate.lifecycle import start, stop
 from installer.operate.settings_trial import SettingsTrial, is_open
 from installer.release import config
 from installer.service.choice import service_for
 from installer.service.smoke_test import health
-from offline_bundle import inspect_bundle
-from offline_bundle.model.build import build_bundle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -83,20 +79,7 @@ class Place:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: Any) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("tuned")
-    licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
-    bundle = build_bundle(
-        smollm2_dir, root, name="smollm2-135m-instruct", version="1.0.0", sequence=1, license_id="Apache-2.0",
-        license_file=licence, source_repo="HuggingFaceTB/SmolLM2-135M-Instruct", source_revision="0" * 40,
-        private_key=signer.private_path,
-    )  # fmt: skip
-    terms = inspect_bundle(bundle).manifest.license
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    layout = Layout.at(root / "prefix")
-    options = InstallOptions(bundle, layout.prefix, trust_keys=[signer.public_path], port=port, device="cpu",
-                             confirmed=True, accept_licenses=[f"{terms.spdx}@{terms.sha256}"])  # fmt: skip
-    Installer(options, Front(), layout=layout).run()  # type: ignore[arg-type]
+    layout = install(signed(smollm2_dir, root, signer), root / "prefix", signer, Front())
     (root / "tiny.toml").write_text(PROFILE)
     yield Place(layout, root / "tiny.toml")
     stop(layout)

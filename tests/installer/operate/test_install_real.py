@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import tomlkit
+from real_service import signed
 
 from installer.release.config import Endpoint
 from installer.service.smoke_test import smoke_test
-from offline_bundle.model.build import build_bundle
 from offline_bundle.signing.keys import KeyPair
 
 Atoll = Callable[..., subprocess.CompletedProcess[str]]
@@ -38,12 +38,7 @@ def atoll(tmp_path: Path) -> Iterator[Atoll]:
 
 @pytest.fixture(scope="module")
 def real_bundle(smollm2_dir: Path, signer: KeyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
-    return build_bundle(
-        smollm2_dir, tmp_path_factory.mktemp("real"), name="smollm2-135m-instruct", version="1.0.0", sequence=1,
-        license_id="Apache-2.0", license_file=licence, source_repo="HuggingFaceTB/SmolLM2-135M-Instruct",
-        source_revision="0" * 40, private_key=signer.private_path,
-    )  # fmt: skip
+    return signed(smollm2_dir, tmp_path_factory.mktemp("real"), signer)
 
 
 def facts(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:

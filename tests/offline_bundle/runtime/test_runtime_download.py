@@ -194,6 +194,13 @@ def test_what_only_pip_may_have_is_left_to_pip(
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_settings_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's own may constrain torch."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
+
+
 def empty_wheel(house: Path, version: str, *requires: str) -> None:
     import zipfile
 
@@ -205,6 +212,7 @@ def empty_wheel(house: Path, version: str, *requires: str) -> None:
         wheel.writestr(f"torch-{version}.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {python}-{python}-any\n")
 
 
+@pytest.mark.usefixtures("no_settings_of_pip")
 @pytest.mark.parametrize(
     "version,requires,torch,code,words",
     [
@@ -224,6 +232,7 @@ def test_the_other_build_of_torch_is_refused_before_anything_is_fetched(
     assert "--torch" in error.hint or "PyPI" in error.hint
 
 
+@pytest.mark.usefixtures("no_settings_of_pip")
 def test_each_build_is_found_by_its_name(tmp_path: Path) -> None:
     empty_wheel(tmp_path, "9.9.0+cpu")
     (found,), _ = resolve.resolve(PIP, ["torch==9.9.0"], "cpu", Source(wheels=tmp_path))

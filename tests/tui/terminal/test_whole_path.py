@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import tomlkit
 from checklist_kit import REVIEW
+from real_service import SMALL_LOAD, SMALL_MODEL, free_port, signed
 from terminals import ATOLL, Pty, Tmux, missing_tmux
 from wizard_walk import Walk
 
@@ -24,19 +24,8 @@ from appliance.service.steps import STEPS
 from installer.base.errors import InstallError
 from installer.base.layout import Layout
 from installer.operate.lifecycle import stop
-from offline_bundle.model.build import build_bundle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-PROFILE = """\
-endpoint = "completions"
-input = [8, 16]
-output = [4, 6]
-requests = 6
-warmup = 1
-[arrival]
-clients = 2
-"""
-WAIVERS = dict.fromkeys(("golden", "repetition", "quality-answers"), "a small model for tests")
 GREEN = {step.id: "green" for step in STEPS}
 COLOURS_OF_16 = r"(?:\d|2[1-9]|3[0-79]|4[0-79]|9[0-7]|10[0-7])?"
 
@@ -67,26 +56,18 @@ class Site:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: Any) -> Path:
-    licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
-    return build_bundle(
-        smollm2_dir, tmp_path_factory.mktemp("medium"), name="smollm2-135m-instruct", version="1.0.0", sequence=1,
-        license_id="Apache-2.0", license_file=licence, source_repo="HuggingFaceTB/SmolLM2-135M-Instruct",
-        source_revision="0" * 40, private_key=signer.private_path,
-    )  # fmt: skip
+    return signed(smollm2_dir, tmp_path_factory.mktemp("medium"), signer)
 
 
 @pytest.fixture
 def site(tmp_path: Path, bundle: Path, signer: Any) -> Iterator[Site]:
     site = Site(tmp_path)
     spool.remove(site.layout)  # of an earlier run whose folder had this name
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     profile = tmp_path / "tiny.toml"
-    profile.write_text(PROFILE)
+    profile.write_text(SMALL_LOAD)
     answers = {
         "schema_version": 1, "bundle": str(bundle), "trust_keys": [str(signer.public_path)], "device": "cpu",
-        "port": port, "waivers": WAIVERS, "review": {"smollm2-135m-instruct": REVIEW},
+        "port": free_port(), "waivers": SMALL_MODEL, "review": {"smollm2-135m-instruct": REVIEW},
         "tune": {"profile": str(profile), "budget": "60s", "load_seconds": 2.0, "only": ["max-num-seqs"]},
         "verify": {"profile": str(profile), "requests": 6, "soak_seconds": 4.0},
         "pilot": {"interval": 0.5, "stages": [

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checklist_kit import Front, forked
+from real_service import install, signed
 
 from appliance.series import Series, SeriesError
 from appliance.series.names import UP
@@ -35,31 +35,15 @@ from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.layout import Layout
 from installer.base.lock import holder
-from installer.decide.install_options import InstallOptions
-from installer.operate.install import Installer
 from installer.operate.lifecycle import start, stop
 from installer.release import config
-from offline_bundle import inspect_bundle
-from offline_bundle.model.build import build_bundle
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: Any) -> Iterator[Layout]:
+def installed(tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Any, signer: Any) -> Iterator[Layout]:
+    """A model of two layers: users ask all the time here, and what the answers say does not matter."""
     root = tmp_path_factory.mktemp("pilot")
-    licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
-    bundle = build_bundle(
-        smollm2_dir, root, name="smollm2-135m-instruct", version="1.0.0", sequence=1, license_id="Apache-2.0",
-        license_file=licence, source_repo="HuggingFaceTB/SmolLM2-135M-Instruct", source_revision="0" * 40,
-        private_key=signer.private_path,
-    )  # fmt: skip
-    terms = inspect_bundle(bundle).manifest.license
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    layout = Layout.at(root / "prefix")
-    options = InstallOptions(bundle, layout.prefix, trust_keys=[signer.public_path], port=port, device="cpu",
-                             confirmed=True, accept_licenses=[f"{terms.spdx}@{terms.sha256}"])  # fmt: skip
-    Installer(options, Front(), layout=layout).run()  # type: ignore[arg-type]
+    layout = install(signed(tiny_llama_dir(), root, signer, "tiny"), root / "prefix", signer, Front())
     yield layout
     stop(layout)
 
@@ -76,7 +60,7 @@ class Users:
 
     def status(self, key: api_keys.NewKey) -> int:
         url = config.standing(self.layout).url
-        body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 4}
+        body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
         return httpx.post(f"{url}/v1/completions", json=body, timeout=60,
                           headers={"Authorization": f"Bearer {key.text}"}).status_code  # fmt: skip
 
@@ -302,7 +286,7 @@ def samplers(layout: Layout) -> list[int]:
 def test_an_installation_has_a_history_without_a_pilot(installed: Layout) -> None:
     layout = installed
     file, key = file_of(layout), api_keys.add(layout.api_keys, "user")
-    body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 4}
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
     answer = httpx.post(f"{config.standing(layout).url}/v1/completions", json=body, timeout=120,
                         headers={"Authorization": f"Bearer {key.text}"})  # fmt: skip
     assert answer.status_code == 200
