@@ -24,6 +24,7 @@ class Trials(Told, Vertical):
 
     has_something = False
     _drawn: object = None
+    _shown: tuple[Any, ...] | None = None
 
     DEFAULT_CSS = "Trials { height: auto; }"
 
@@ -31,6 +32,11 @@ class Trials(Told, Vertical):
         yield Static("", id="trials-head", markup=False)
         yield Table(id="trials", cursor_type="none", show_cursor=False)
         yield Plot(id="trials-plot")
+
+    def on_resize(self) -> None:
+        """The columns take the width that there is, which is not known before the first layout."""
+        if self._shown is not None:
+            self._show(*self._shown)
 
     def show_live(self, told: list[dict[str, Any]], progressed: tuple[str, int, int] | None) -> None:
         """The last that was said of each trial."""
@@ -64,9 +70,9 @@ class Trials(Told, Vertical):
         self._show(head, rows)
 
     def _show(self, head: str, rows: list[tuple[str, Any, dict[str, Any] | None, Any, str]]) -> None:
-        self.has_something = bool(rows)
+        self.has_something, self._shown = bool(rows), (head, rows)
         drawn = (self.front.language, head, [(row[0], row[4]) for row in rows], self.size.width)
-        if drawn == self._drawn:
+        if drawn == self._drawn or not self.size.width:
             return
         self._drawn = drawn
         self.query_one("#trials-head", Static).update(Text(head))
