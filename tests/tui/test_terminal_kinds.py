@@ -28,9 +28,9 @@ def codes(terminal: Pty) -> set[str]:
 @pytest.mark.parametrize("term", sorted(KEYS))
 def test_every_screen_of_an_empty_machine(tmp_path: Path, term: str) -> None:
     with opened(tmp_path, term) as terminal:
-        terminal.until("Where the medium is", "This machine has")
+        terminal.until("where the medium is", "This machine has")
         terminal.press("tab", "f1")
-        terminal.until("An answers file of another server", "Esc closes this")
+        terminal.until("An answers file of another server", "Esc closes this|Page Down shows more")
         terminal.press("escape", "f3")
         terminal.until("What do you want to do")
         terminal.press("escape", "f12")
@@ -38,7 +38,7 @@ def test_every_screen_of_an_empty_machine(tmp_path: Path, term: str) -> None:
         terminal.press("f9")
         terminal.until("What do you want to do with the service")
         terminal.press("down", "down", "escape", "escape")
-        terminal.until("Where the medium is")
+        terminal.until("where the medium is")
         terminal.press("f10")
         assert terminal.wait() == 0
         assert terminal.modes() == terminal.before, "the line discipline is as it was"

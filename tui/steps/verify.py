@@ -92,6 +92,7 @@ class VerifyBody(StepBody):
             text.append(f"{said}\n", "dim" if state == "open" else "")
         text.rstrip()
         self.query_one("#groups", Static).display = bool(text)
+        self.query_one("#numbers", Static).set_class(not text, "facts")  # the first below the lead keeps a distance
         return text
 
     def _numbers(self, loads: list[dict[str, Any]]) -> list[str]:

@@ -101,7 +101,8 @@ def loading(said: str, where: str = "") -> Trouble:
     if found and float(found[2]) > 0:
         progress = min(1.0, float(found[1]) / float(found[2]))
     return Trouble(
-        "engine-loading", t("the engine is loading"), t("The service is starting and not ready yet: {said}.", said=said),
+        "engine-loading", t("the engine is loading"),
+        t("The service is starting and not ready yet: {said}.", said=said),
         t("A model of tens of GB takes minutes from a slow disk; the first start also compiles kernels."), _AS_BEFORE,
         (Action(t("Wait. If the number does not change for 10 minutes, read the log"), f"atoll logs{where}"),),
         progress=progress,
