@@ -41,7 +41,7 @@ from tui.trouble import TroubleScreen
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ALBUM = Path(__file__).resolve().parents[3] / "docs/pictures"
 SIZE, LARGE = (80, 24), (120, 40)
-ROOTS = {"en": Path("/tmp/m"), "ko": Path("/tmp/k")}   # short, and shown as /srv, /media and /home: see cells.py
+ROOTS = {"en": Path("/tmp/E"), "ko": Path("/tmp/K")}   # short, and shown as /srv, /media and /home: see cells.py
 PORTS = {"en": 8443, "ko": 8444}                        # so that both may be drawn side by side
 MODEL = "smollm2-135m-instruct"
 PROFILE = """\
