@@ -90,7 +90,7 @@ class Wizard(App[None]):
     def __init__(
         self, layout: Layout, language: str, *, plain: bool = False, colours: bool = True, dashboard: bool = False
     ) -> None:
-        super().__init__(driver_class=Driver, ansi_color=plain)
+        super().__init__(driver_class=Driver, ansi_color=True if plain else None)  # None: as the theme says
         ScrollBar.renderer = PlainScrollBar if plain else ScrollBarRender
         self.desk = Desk(layout)
         self._opens_dashboard = dashboard

@@ -53,6 +53,25 @@ def test_every_screen_of_an_empty_machine(tmp_path: Path, term: str) -> None:
         assert not [number for number in codes(terminal) if COLOUR.fullmatch(number)], codes(terminal)
 
 
+def test_the_colours_can_be_the_sixteen_of_the_terminal(tmp_path: Path) -> None:
+    """F4 goes through dark, light, high contrast, and the terminal's own 16 colours."""
+    with opened(tmp_path, "xterm-256color") as terminal:
+        terminal.until("where the medium is", "This machine has")
+        looks = []
+        for _ in range(4):
+            terminal.press("f12")
+            terminal.until("NOT-INSTALLED")
+            terminal.raw.clear()
+            terminal.press("escape")  # the whole screen is drawn
+            terminal.until("where the medium is")
+            looks.append(codes(terminal) | {f"length {len(terminal.raw)}"})
+            terminal.press("f4")
+        assert ["48" in look for look in looks] == [True, True, True, False], looks
+        assert len({frozenset(look) for look in looks}) == 4, "each looks different"
+        terminal.press("f10")
+        assert terminal.wait() == 0
+
+
 def chosen(terminal: Pty) -> list[str]:
     """The lines that have a part in reverse."""
     with terminal._lock:

@@ -100,7 +100,6 @@ class ModelBody(StepBody):
         if drawn == self._drawn or not self.size.width:
             return
         self._drawn, row = drawn, table.cursor_row
-        table.clear(columns=True)
         wide = self.size.width >= _WIDE
         heads = ["", *(self.say(each) for each in (_COLUMNS if wide else _NARROW))]
         rows = [self._row(offer, wide=wide) for offer in self.offers]
@@ -109,9 +108,7 @@ class ModelBody(StepBody):
         room = self.size.width - sum(others) - _PADDING * len(heads) - 1
         for cells in rows:  # the whole name stands below the table
             cells[1].truncate(max(_LEAST_NAME, room), overflow="crop" if self.front.plain else "ellipsis")
-        table.add_columns(*heads)
-        for cells in rows:
-            table.add_row(*cells)
+        table.fill(heads, rows)
         if self.offers:
             table.move_cursor(row=min(row, len(self.offers) - 1))
 

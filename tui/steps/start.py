@@ -23,7 +23,7 @@ FIELDS = {
 
 
 class StartBody(Body):
-    LEAD = t("Say where the medium is and who you are. Nothing is lost when you go back.")
+    LEAD = t("Say where the medium is, and who you are.")
     HELP = t(
         "Say where the medium is mounted, which file holds the vendor's public key, and your name.\n"
         "The key must reach you through a separate channel, not on the medium.\n"

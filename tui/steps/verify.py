@@ -29,7 +29,7 @@ _TITLES = {"ttft": t("first token"), "itl": t("between tokens"), "users": t("use
 
 class VerifyBody(StepBody):
     STEP = "verify"
-    LEAD = t("Does the service keep its promises? Each number beside its target.")
+    LEAD = t("Every promise is checked, every number beside its target.")
     HELP = t(
         "Six groups: health, conformance of the API, quality of the answers, performance under load, stability over "
         "time, security. Each turns green, or says what it missed and by how much.\n"
@@ -103,7 +103,7 @@ class VerifyBody(StepBody):
             lines = [f"{self.say(last['label'])}  {duration(last['seconds'])}"]
             for name, title in _NUMBERS:
                 if f"{name}_p50" in last:
-                    lines.append(self._line(title, f"p50 {last[f'{name}_p50']:>6,.0f} ms", last[f"{name}_p95"],
+                    lines.append(self._line(title, f"p50 {last[f'{name}_p50']:,.0f} ms", last[f"{name}_p95"],
                                             getattr(targets, name)))  # fmt: skip
             return [*lines, self.say(t("throughput  {rate} tokens/s", rate=f"{last['rate']:,.0f}"))]
         summary = self.state.summary if self.state is not None and not self.at_work else {}
@@ -120,14 +120,14 @@ class VerifyBody(StepBody):
             lines = [self.say(each) for each in self._targets()]
         return lines
 
-    def _line(self, title: str, more: str, p95: float, target: float | None) -> str:
-        head = self.say(title)
-        column = max(cell_len(self.say(each)) for _, each in _NUMBERS)
-        line = f"{head}{' ' * (column - cell_len(head))}  {more}{'  ' if more else ''}p95 {p95:>6,.0f} ms"
-        if target is None:
-            return line
-        verdict = self.say(t("met") if p95 <= target else t("missed"))
-        return f"{line}  {self.say(t('target {limit} ms', limit=f'{target:,g}'))}  {verdict}"
+    def _line(self, title: str, half: str, p95: float, target: float | None) -> str:
+        """What is judged comes first; the median only where there is room."""
+        head, column = self.say(title), max(cell_len(self.say(each)) for _, each in _NUMBERS)
+        line = f"{head}{' ' * (column - cell_len(head))}  p95 {p95:,.0f} ms"
+        if target is not None:
+            verdict = self.say(t("met") if p95 <= target else t("missed"))
+            line += f"  {self.say(t('target {limit} ms', limit=f'{target:,g}'))}  {verdict}"
+        return f"{line}  {half}" if half and cell_len(f"{line}  {half}") < self.size.width else line
 
     def _targets(self) -> list[str]:
         targets = self.plan.targets
