@@ -225,7 +225,7 @@ class Dashboard(Told, Screen[None]):
         plot, points = self.query_one(Plot), seen.history.get(history.TOKENS, ())
         plot.display = len(points) > 1
         if points:
-            plot.ends = tuple(self._ago(seen.at - at) for at in (points[0][0], points[-1][0]))
+            plot.ends = (self._ago(seen.at - points[0][0]), self._ago(seen.at - points[-1][0]))
         plot.points = tuple((at - seen.at, rate) for at, rate in points)
         shown = self.query_one("#trends").display = self.size.height >= FOR_TRENDS and plot.display
         if shown:
