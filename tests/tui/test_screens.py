@@ -132,7 +132,8 @@ async def test_targets_are_numbers(empty: Wizard) -> None:
         await pilot.press("g")
         await until(pilot, lambda: isinstance(empty.screen, Form))
         await pilot.press("5", "x", "ㅁ", "0", "0", "enter", *"40", "enter", *"16", "enter", "enter", *"30", "enter")
-        await until(pilot, lambda: "Targets: ttft 500 ms, itl 40 ms, users 16" in seen(empty))
+        await until(pilot, lambda: "Targets: first token 500 ms, between tokens 40 ms, users at" in seen(empty))
+        assert empty.desk.answers.verify.targets.users == 16
         assert empty.desk.answers.verify.soak_seconds == 30
 
 
@@ -146,7 +147,7 @@ async def test_a_pilot_is_planned_or_left_out(empty: Wizard) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: "everybody" in seen(empty) and "10 min" in seen(empty))
         assert "stops at: errors above 5.0%" in seen(empty)
-        assert "must reach: 1 requests or more" in seen(empty)
+        assert "must reach: 1 or more requests" in seen(empty)
         assert empty.desk.answers.pilot.stages[0].duration == 600
         await pilot.press("l")
         await until(pilot, lambda: isinstance(empty.screen, Ask))
