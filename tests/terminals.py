@@ -1,7 +1,7 @@
 """Real terminals for tests: a program on a pty whose screen pyte draws, or in a pane of tmux. Keys go in as bytes.
 
     with Pty([ATOLL], {"TERM": "vt220"}) as terminal:
-        terminal.until("Where the medium is")
+        terminal.until("where the medium is")
         terminal.press("tab", "f6")
         terminal.hang_up()       # as a dropped SSH session: the kernel sends SIGHUP
 """

@@ -76,7 +76,7 @@ class Walk:
     # -- the steps
 
     def start(self, answers: str) -> None:
-        self.until("Where the medium is", "This machine has")
+        self.until("where the medium is", "This machine has")
         self._look()
         self.press("tab", "tab", "tab")
         self.type(answers)
@@ -136,7 +136,7 @@ class Walk:
         self._look()
         self.type(ttft)
         self.press("enter", "enter", "enter", "enter", "enter")
-        self.until(f"ttft {ttft} ms")
+        self.until(f"first token {int(ttft):,} ms")
         self.press("enter")
         self.until("throughput", seconds=300)
         self.lose()

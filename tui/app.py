@@ -5,11 +5,12 @@ import contextlib
 import contextvars
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from textwrap import dedent
 from typing import Any, ClassVar, cast
 
 from textual import work
-from textual.app import App, SystemCommand
+from textual.app import App
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.filter import LineFilter
@@ -28,8 +29,9 @@ from tui.driver import Driver, WithoutColours
 from tui.following import Following, Question
 from tui.frame import places
 from tui.frame.checklist import Checklist
-from tui.frame.front import Front, Key
+from tui.frame.front import Front
 from tui.look import DARK_COLOURS, LIGHT_COLOURS, PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
+from tui.menu import Menu
 from tui.parts.bar import PlainScrollBar
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
@@ -62,6 +64,7 @@ class Wizard(App[None]):
 
     CSS_PATH: ClassVar = ["sheets/frame.tcss"]
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS: ClassVar = {Menu}
     COMMAND_PALETTE_BINDING = "f3"
     BINDINGS: ClassVar = [
         Binding("enter", "forward"), Binding("escape", "back"),
@@ -87,7 +90,7 @@ class Wizard(App[None]):
     def __init__(
         self, layout: Layout, language: str, *, plain: bool = False, colours: bool = True, dashboard: bool = False
     ) -> None:
-        super().__init__(driver_class=Driver, ansi_color=plain)
+        super().__init__(driver_class=Driver, ansi_color=True if plain else None)  # None: as the theme says
         ScrollBar.renderer = PlainScrollBar if plain else ScrollBarRender
         self.desk = Desk(layout)
         self._opens_dashboard = dashboard
@@ -302,7 +305,7 @@ class Wizard(App[None]):
                 about = question.about
                 title = t("Licence {spdx} of {model}", spdx=about.spdx, model=about.model)
                 agree = t("Enter accepts it as {name}. Esc refuses.", name=self.desk.by)
-                self.push_screen(Read(self.say, title, about.text, agree), question.reply)
+                self.push_screen(Read(self.say, title, dedent(about.text), agree), question.reply)
             case "plan":
                 agree = t("Enter starts. Esc leaves everything as it is.")
                 text = plan_lines(question.about, self.say)
@@ -423,27 +426,3 @@ class Wizard(App[None]):
         if not CommandPalette.is_open(cast(App[object], self)):
             placeholder = self.say(t("What do you want to do?"))
             self.push_screen(CommandPalette(id="--command-palette", placeholder=placeholder))
-
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Everything that a key does, by its name."""
-        for key, text, action in self._commands():
-            yield SystemCommand(self.say(text), key, lambda action=action: self.call_later(self.run_action, action))
-
-    def _commands(self) -> Iterable[Key]:
-        if places.has_dashboard():
-            yield Key("F12", t("Dashboard"), "dashboard")
-        for number, step in enumerate(self.standing.steps if self.standing else ()):
-            yield Key(str(number + 1), t("Open step: {title}", title=step.title), f"open({number + 1})")
-        yield Key("0", t("Open the start"), "open(0)")
-        yield Key("F5", t("Run this step again"), "again")
-        yield Key("F2", t("Language: English or Korean"), "language")
-        yield Key("F4", t("Other colours"), "colours")
-        yield Key("F6", t("Write the answers to a file"), "export")
-        yield Key("F7", t("Write the report of all steps"), "report")
-        yield Key("", t("What is wrong, and what to do"), "trouble")
-        yield Key("F8", t("Messages of the work"), "messages")
-        if self.watched is not None:
-            yield Key("F11", t("Ask to work here"), "seat")
-        yield Key("Ctrl-L", t("Draw the screen again"), "redraw")
-        yield Key("F1", t("Help"), "help")
-        yield Key("F10", t("Leave; running work continues"), "leave")

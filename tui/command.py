@@ -13,6 +13,7 @@ from tui.pauses import keep_short
 from tui.terminal import has_colours, is_plain, why_not
 
 ESCAPE_MS = "25"   # after which an Esc counts as a key
+FRAMES = "120"     # a second, at most: what a key changes is drawn with the next one
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +37,7 @@ def open_screens(layout: Layout, *, ascii_only: bool = False, dashboard: bool = 
     plain = ascii_only or is_plain()
     if not plain:  # a serial line may take its time between the bytes of one key
         os.environ.setdefault("ESCDELAY", ESCAPE_MS)
+        os.environ.setdefault("TEXTUAL_FPS", FRAMES)
     from tui.app import Wizard
 
     keep_short()

@@ -17,7 +17,8 @@ HISTOGRAMS = (
     "vllm:request_queue_time_seconds",
 )
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "atoll:engine_up",
-          "atoll:kv_pages_in_use", "atoll:kv_pages_total")  # fmt: skip
+          "atoll:kv_pages_in_use", "atoll:kv_pages_total", "atoll:state_slots_in_use",
+          "atoll:state_slots_total")  # fmt: skip
 UP = "atoll:scrape_up"                        # 1 if /metrics answered; a gauge of every sample
 GPU = ("atoll:gpu_temperature", "atoll:gpu_memory_used", "atoll:gpu_power")
 MOST = "max:"                                 # prefix of a gauge's highest value in a coarser row, beside the mean

@@ -170,6 +170,8 @@ class EngineCore:
         stats.num_waiting = len(self.scheduler.waiting) + len(self._compiling)
         stats.kv_usage = self.kv.usage
         stats.pages_in_use = round(stats.kv_usage * pool.capacity)
+        if self.kv.slots is not None:
+            stats.slots_total, stats.slots_in_use = self.kv.slots.capacity, self.kv.slots.num_in_use
         stats.prefix_queries = self.kv.prefix_queries
         stats.prefix_hits = self.kv.prefix_hits
         stats.num_preemptions = self.scheduler.num_preemptions

@@ -96,3 +96,5 @@ class EngineStats:
     prefix_hits: int = 0                # tokens found
     num_preemptions: int = 0
     step_failures: int = 0
+    slots_total: int = 0                # of recurrent states; 0 where no layer keeps one
+    slots_in_use: int = 0

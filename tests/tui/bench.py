@@ -127,7 +127,8 @@ def main() -> int:
         "key_in_flood_ms": {key: told(each) for key, each in loud.items()},
     }  # fmt: skip
     print(json.dumps(found, indent=1))
-    slowest = max(told(each)["p95"] for each in loud.values())
+    waits = {"escape"} if given.term != "xterm-256color" else set()  # a slow line may still send the rest of a key
+    slowest = max(told(each)["p95"] for found_in in (quiet, loud) for key, each in found_in.items() if key not in waits)
     return 0 if first <= PAINT_BOUND and share < IDLE_BOUND and slowest <= 1000 * KEY_BOUND else 1
 
 

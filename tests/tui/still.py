@@ -45,7 +45,9 @@ SEEN = Snapshot(
     alerts=(Alert("certificate", "warning",
                   t("The certificate ends in {days} days, at {at}.", days=13, at="2026-12-06"), "atoll tls renew"),),
     keys=(KeyRow("a0761fbb", "hr-portal", "active"),), requests={"2xx": 120.0, "5xx": 0.0}, age=1.0,
-    throughput=tuple((1_800_000_000.0 - 900 + 15 * n, 1500.0 + 40 * (n % 9)) for n in range(60)),
+    history={name: tuple((1_800_000_000.0 - 885 + 15 * n, least + step * (n % 9)) for n in range(60))
+             for name, least, step in (("tokens_out", 1500.0, 40.0), ("ttft_p95", 320.0, 40.0), ("waiting", 0.0, 0.375),
+                                       ("itl_p95", 23.0, 1.0), ("kv", 0.3, 0.04))},
 )  # fmt: skip
 LOG = [f'{{"time": "2026-11-23T17:2{n}:00Z", "level": "info", "message": "POST /v1/chat/completions"}}'
        for n in range(9)]  # fmt: skip

@@ -164,7 +164,7 @@ async def test_by_keyboard_alone(installed: Layout, key: str) -> None:
         await until(pilot, lambda: "HELD" in seen(app))
         await pilot.press("space")
         await pilot.press("f1")
-        await until(pilot, lambda: "BETWEEN the time" in seen(app))
+        await until(pilot, lambda: "BETWEEN: time" in seen(app))
         await pilot.press("escape", "escape")
         await until(pilot, lambda: app.screen is app.checklist)
         await pilot.press("f12")
@@ -178,14 +178,14 @@ async def test_the_service_is_stopped_and_started_behind_a_question(installed: L
         await pilot.press("f9")
         await until(pilot, lambda: isinstance(app.screen, Pick))
         await pilot.press("down", "enter")
-        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        await until(pilot, lambda: "This affects everybody" in seen(app))
         await pilot.press("escape")
         await pilot.pause(0.5)
         assert service_for(installed).state().up, "Esc leaves it"
         await pilot.press("f9")
         await until(pilot, lambda: isinstance(app.screen, Pick))
         await pilot.press("down", "enter")
-        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        await until(pilot, lambda: "This affects everybody" in seen(app))
         await pilot.pause(0.3)
         await pilot.press("enter")
         await until(pilot, lambda: "STOPPED" in seen(app), 60)
@@ -193,7 +193,7 @@ async def test_the_service_is_stopped_and_started_behind_a_question(installed: L
         await pilot.press("f9")
         await until(pilot, lambda: isinstance(app.screen, Pick))
         await pilot.press("enter")
-        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        await until(pilot, lambda: "This affects everybody" in seen(app))
         await pilot.pause(0.3)
         await pilot.press("enter")
         await until(pilot, lambda: "SERVING" in seen(app), 120)
@@ -208,7 +208,7 @@ async def test_a_drain_and_its_end(installed: Layout, key: str) -> None:
         await pilot.press("f9")
         await until(pilot, lambda: isinstance(app.screen, Pick))
         await pilot.press("down", "down", "enter")
-        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        await until(pilot, lambda: "This affects everybody" in seen(app))
         assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200, "not before it is confirmed"
         await pilot.pause(0.3)
         await pilot.press("enter")
@@ -219,7 +219,7 @@ async def test_a_drain_and_its_end(installed: Layout, key: str) -> None:
         await pilot.press("f9")
         await until(pilot, lambda: isinstance(app.screen, Pick))
         await pilot.press("down", "down", "down", "enter")
-        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        await until(pilot, lambda: "This affects everybody" in seen(app))
         await pilot.pause(0.3)
         await pilot.press("enter")
         await until(pilot, lambda: "SERVING" in seen(app) and "The service accepts requests." in seen(app), 60)
@@ -310,7 +310,8 @@ def test_the_minutes_before_come_from_the_sampler_else_from_the_pilot(tmp_path: 
     if damaged:
         sampler.file_of(layout).write_bytes(b"no database")
     with Watcher(layout) as watcher:
-        assert [round(rate) for _, rate in watcher._history] == [3, 3] if damaged else [10, 10]
+        rates = [round(rate) for _, rate in watcher.history.since(0.0)["tokens_out"]]
+    assert rates == ([3, 3] if damaged else [10, 10])
 
 
 def test_a_gpu_tells_what_it_draws() -> None:

@@ -22,6 +22,7 @@ from appliance.service.words import t
 from installer.base.i18n import told
 from tui.following import Following
 from tui.look import SHORT, STATES
+from tui.parts.trials import Trials
 from tui.steps import gpu
 from tui.steps.gpu import alike
 
@@ -70,6 +71,34 @@ async def test_what_changed_marks_the_later_steps_stale(
             await until(pilot, lambda number=number: app.body is app.checklist.pane.bodies.get(number))
             why = app.say(app.standing.step(STEPS[number - 1]).why)
             await until(pilot, lambda why=why: why in seen(app), 10)
+
+
+async def test_tables_keep_their_columns_when_the_terminal_changes_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = still(tmp_path, "en", False, monkeypatch)
+    result = {"rate": 30.0, "goodput": 6.5, "latency_ms": {"ttft": {"p95": 287.0}, "itl": {"p95": 157.0}}}
+    tried = [{"setting": {"max-num-seqs": number}, "result": result, "why": ""} for number in (64, 128)]
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None and app.machine is not None)
+        app.set_focus(None)
+        await pilot.press("2")
+        await until(pilot, lambda: "Apache-2.0" in seen(app))
+        for size, name in (((120, 40), "chat 1.0.0"), ((80, 24), "chat ")):
+            await pilot.resize_terminal(*size)
+            await until(pilot, lambda name=name, size=size: name in seen(app) and widths(app) == {size[0]}, 10)
+            await pilot.pause(0.3)
+            assert re.search(r"\[ \]  large.* 140\.0 GiB .*too large  MIT", seen(app)), seen(app)
+        app.set_focus(None)
+        await pilot.press("4")
+        await until(pilot, lambda: app.body is app.checklist.pane.bodies.get(4) and app.body.board is not None)
+        trials = app.body.query_one(Trials)
+        trials.show_result({"trials": tried, "before": result, "after": result})
+        trials.display = True
+        for size in ((120, 40), (80, 24)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause(0.5)
+            assert re.search(r"the current set\S* .* 287 ms +157 ms", seen(app)), seen(app)
 
 
 def test_gpus_that_are_alike_stand_together() -> None:

@@ -2,18 +2,22 @@
 terminal, the Korean keyboard, and leaving."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checklist_kit import Desk
-from screens import seen, until, widths
+from screens import rows, seen, until, widths
+from textual.command import CommandPalette
+from textual.widgets import Input
 
 from appliance.service import answers as answers_of
 from appliance.service import jobs
 from installer.base.layout import Layout
 from tui.app import Wizard
+from tui.dashboard.dashboard import Dashboard
 from tui.dialogs.ask import Ask, Read
 from tui.dialogs.form import Form, Pick
 
@@ -76,6 +80,9 @@ async def test_the_menu_names_everything_and_does_it(empty: Wizard) -> None:
         await ready(empty, pilot)
         await pilot.press("f3")
         await pilot.pause(0.5)
+        await until(pilot, lambda: "Leave; running work continues" in seen(empty))  # all of it fits 24 lines
+        listed = [row.split()[0] for row in rows(empty) if re.match(r" +(F\d+|Ctrl-L|[0-6]) ", row)]
+        assert listed == ["F12", *"0123456", "F5", "F8", "F7", "F6", "F2", "F4", "F1", "Ctrl-L", "F10"]
         assert "What do you want to do?" in seen(empty)
         await pilot.press(*"Open step: Ver")
         await pilot.pause(1.0)
@@ -125,7 +132,8 @@ async def test_targets_are_numbers(empty: Wizard) -> None:
         await pilot.press("g")
         await until(pilot, lambda: isinstance(empty.screen, Form))
         await pilot.press("5", "x", "ㅁ", "0", "0", "enter", *"40", "enter", *"16", "enter", "enter", *"30", "enter")
-        await until(pilot, lambda: "Targets: ttft 500 ms, itl 40 ms, users 16" in seen(empty))
+        await until(pilot, lambda: "Targets: first token 500 ms, between tokens 40 ms, users at" in seen(empty))
+        assert empty.desk.answers.verify.targets.users == 16
         assert empty.desk.answers.verify.soak_seconds == 30
 
 
@@ -139,7 +147,7 @@ async def test_a_pilot_is_planned_or_left_out(empty: Wizard) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: "everybody" in seen(empty) and "10 min" in seen(empty))
         assert "stops at: errors above 5.0%" in seen(empty)
-        assert "must reach: 1 requests or more" in seen(empty)
+        assert "must reach: 1 or more requests" in seen(empty)
         assert empty.desk.answers.pilot.stages[0].duration == 600
         await pilot.press("l")
         await until(pilot, lambda: isinstance(empty.screen, Ask))
@@ -225,6 +233,45 @@ async def test_leaving_works_in_every_step_and_dialog(empty: Wizard, position: i
         await pilot.press(key)
         await pilot.pause(0.2)
         assert not empty.is_running or empty._exit
+
+
+@pytest.mark.parametrize(("position", "keys", "screen"), [
+    (0, ["f3"], CommandPalette), (5, ["g"], Form), (6, ["p"], Pick), (0, ["f8"], Read), (0, ["f12"], Dashboard),
+    (0, ["f12", "slash"], Ask), (0, ["f12", "f9"], Pick),
+])  # fmt: skip
+async def test_ctrl_c_leaves_from_every_kind_of_dialog(
+    empty: Wizard, position: int, keys: list[str], screen: type
+) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await opened(empty, pilot, position)
+        for key in keys:
+            await pilot.press(key)
+            await pilot.pause(0.3)
+        await until(pilot, lambda: isinstance(empty.screen, screen))
+        await pilot.press("ctrl+c")
+        await pilot.pause(0.2)
+        assert not empty.is_running or empty._exit
+
+
+async def test_half_typed_hangul_goes_nowhere_it_does_not_belong(empty: Wizard) -> None:
+    """Into a name and a reason as it is; into numbers not at all; on a screen without a field it is no key."""
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await pilot.press("tab", "tab", *["backspace"] * 30, *"김ㅁ")
+        assert empty.body.query_one("#by", Input).value == "김ㅁ"
+        await opened(empty, pilot, 5)
+        await pilot.press("ㅎ")
+        await until(pilot, lambda: isinstance(empty.screen, Form))
+        await pilot.press(*"5ㅁ0가0")
+        assert empty.screen.query(Input).first().value == "500"
+        await pilot.press("escape")
+        await opened(empty, pilot, 3)
+        before = seen(empty)
+        await pilot.press(*"ㅁㅆ뷁")
+        await pilot.pause(0.2)
+        assert seen(empty) == before
+        assert widths(empty) == {80}
 
 
 # -- with the installer's small bundle

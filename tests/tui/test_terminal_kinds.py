@@ -28,9 +28,9 @@ def codes(terminal: Pty) -> set[str]:
 @pytest.mark.parametrize("term", sorted(KEYS))
 def test_every_screen_of_an_empty_machine(tmp_path: Path, term: str) -> None:
     with opened(tmp_path, term) as terminal:
-        terminal.until("Where the medium is", "This machine has")
+        terminal.until("where the medium is", "This machine has")
         terminal.press("tab", "f1")
-        terminal.until("An answers file of another server", "Esc closes this")
+        terminal.until("An answers file of another server", "Esc closes this|Page Down shows more")
         terminal.press("escape", "f3")
         terminal.until("What do you want to do")
         terminal.press("escape", "f12")
@@ -38,7 +38,7 @@ def test_every_screen_of_an_empty_machine(tmp_path: Path, term: str) -> None:
         terminal.press("f9")
         terminal.until("What do you want to do with the service")
         terminal.press("down", "down", "escape", "escape")
-        terminal.until("Where the medium is")
+        terminal.until("where the medium is")
         terminal.press("f10")
         assert terminal.wait() == 0
         assert terminal.modes() == terminal.before, "the line discipline is as it was"
@@ -51,6 +51,25 @@ def test_every_screen_of_an_empty_machine(tmp_path: Path, term: str) -> None:
     assert not re.search(rb"\x1b\[[<>=]|\x1b\]|\$p", drawn), "nothing that only newer terminals know"
     if term == "vt220":
         assert not [number for number in codes(terminal) if COLOUR.fullmatch(number)], codes(terminal)
+
+
+def test_the_colours_can_be_the_sixteen_of_the_terminal(tmp_path: Path) -> None:
+    """F4 goes through dark, light, high contrast, and the terminal's own 16 colours."""
+    with opened(tmp_path, "xterm-256color") as terminal:
+        terminal.until("where the medium is", "This machine has")
+        looks = []
+        for _ in range(4):
+            terminal.press("f12")
+            terminal.until("NOT-INSTALLED")
+            terminal.raw.clear()
+            terminal.press("escape")  # the whole screen is drawn
+            terminal.until("where the medium is")
+            looks.append(codes(terminal) | {f"length {len(terminal.raw)}"})
+            terminal.press("f4")
+        assert ["48" in look for look in looks] == [True, True, True, False], looks
+        assert len({frozenset(look) for look in looks}) == 4, "each looks different"
+        terminal.press("f10")
+        assert terminal.wait() == 0
 
 
 def chosen(terminal: Pty) -> list[str]:

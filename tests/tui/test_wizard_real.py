@@ -119,12 +119,12 @@ async def test_from_nothing_to_a_signed_pilot(layout: Layout, tmp_path: Path) ->
         await pilot.press("enter", "g")
         await until(pilot, lambda: isinstance(app.screen, Form))
         await pilot.press(*"20000", "enter", "enter", "enter", "enter", "enter")
-        await until(pilot, lambda: "ttft 20000 ms" in seen(app))
+        await until(pilot, lambda: "first token 20,000 ms" in seen(app))
         await pilot.press("enter")
-        await until(pilot, lambda: "throughput" in seen(app) and "target 20000 ms" in seen(app), 300)  # while it runs
+        await until(pilot, lambda: "throughput" in seen(app) and "target 20,000 ms" in seen(app), 300)  # while it runs
         assert "at work" in seen(app)
         await green("verify")
-        assert "kept" in seen(app)
+        assert "met" in seen(app)
 
         await pilot.press("enter")
         await until(pilot, lambda: "everybody" in seen(app) and "stops at" in seen(app))

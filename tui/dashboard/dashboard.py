@@ -12,12 +12,13 @@ from textual.reactive import reactive
 from textual.screen import Screen
 from textual.widgets import Static
 
-from appliance.service.dashboard import cells, control
+from appliance.service.dashboard import cells, control, history
 from appliance.service.dashboard.snapshot import Alert, Snapshot
 from appliance.service.dashboard.watcher import Watcher
 from appliance.service.desk import InstallError
 from appliance.service.words import t
 from tui.dashboard.columns import columns
+from tui.dashboard.trends import trends
 from tui.dialogs.ask import Ask, Read
 from tui.dialogs.form import Pick
 from tui.frame.front import Front, Key, Told
@@ -25,23 +26,32 @@ from tui.frame.header import Header
 from tui.frame.key_bar import KeyBar, NoteLine
 from tui.look import HEIGHT, WIDTH
 from tui.parts.plot import Plot
+from tui.texts import long_time
 
 LOOK_SECONDS, PLAIN_SECONDS = 2.0, 5.0
+FRESH = 15.0           # seconds that figures may be old
 LOG_LINES = 400
 MOST_ALERTS = 3
 MOST_ACTIVE = 8        # requests in the dashboard itself
-ROOM_FOR_THE_REST = 26  # lines of the screen that the rest takes
+ROOM_FOR_THE_REST = 32  # lines of the screen that the rest takes
+FOR_TRENDS = 32        # lines of the screen
+FEW_GPUS, MANY_GPUS = 2, 8   # below the chart, on a screen of 24 lines and of more
+WIDE = 110             # columns, for the GPUs beside the chart
 
 HELP = t(
-    "Each line is a model: USERS are answered now, WAIT stand in the queue. FIRST is the time to the first token and\n"
-    "BETWEEN the time between two tokens: 95 of 100 requests of the last minute were faster. KV is how full the\n"
-    "memory for contexts is, PREFIX the share of prompts that was known already. A dash: no traffic.\n\n"
-    "F5   look again now          Space   hold the screen, and go on\n"
-    "F8   the whole log           /   show only lines of the log with this word\n"
-    "F9   start, drain, stop, restart, go back to the release before (asks first)\n"
-    "3   what the table has no room for: medians, pages, API keys\n"
-    "4   all active requests: who asked, how old, how many tokens; never what was asked or answered\n"
-    "Esc   back to the checklist  F10   leave"
+    "One line for each model. USERS: requests that are answered now, of how many at once. WAIT: requests in the queue. "
+    "FIRST: time to the first token. BETWEEN: time between two tokens. 95 % of the last minute's requests were faster "
+    "than these. KV: how full the KV cache is. PREFIX: share of the prompts that the cache knew. A dash: no traffic.\n"
+    "A taller terminal also shows how latencies, the queue and the KV cache moved in the last 15 minutes.\n\n"
+    "F5     read everything again now\n"
+    "Space  hold the screen; again: continue\n"
+    "3      details: medians, KV pages, API keys, all alerts\n"
+    "4      all active requests: key, age, tokens; never their content\n"
+    "F8     the whole log\n"
+    "/      show only the lines of the log with this word\n"
+    "F9     start, stop, drain, restart or roll back the service; asks first\n"
+    "Esc    back to the checklist\n"
+    "F10    leave"
 )
 
 
@@ -59,13 +69,14 @@ class Dashboard(Told, Screen[None]):
     #models { height: auto; max-height: 8; margin: 1 1 0 1; }
     #middle { height: auto; margin: 0 1; }
     #middle Plot { height: 7; width: 1fr; }
-    #gpus { height: auto; max-height: 9; width: auto; margin: 1 0 0 2; display: none; }
+    #gpus { height: auto; max-height: 9; width: auto; margin: 1 0 0 2; }
+    #gpus-below, #trends { height: auto; margin: 0 1; }
+    #trends { margin: 1 1 0 1; }
     #active { height: auto; max-height: 11; margin: 1 1 0 1; }
     #alerts { height: auto; max-height: 6; margin: 1 1 0 1; }
     #log { height: 1fr; margin: 1 1 0 1; text-wrap: nowrap; }
-    .wide #gpus { display: block; }
-    .small #headline, .small #models, .small #middle, .small #alerts, .small #log { display: none; }
     """
+    PARTS: ClassVar = ("headline", "models", "middle", "gpus-below", "trends", "active", "alerts", "log")
     AUTO_FOCUS: ClassVar[str | None] = ""
 
     seen: reactive[Snapshot | None] = reactive(None, init=False)
@@ -87,6 +98,8 @@ class Dashboard(Told, Screen[None]):
         with Horizontal(id="middle"):
             yield Plot()
             yield Static("", id="gpus", markup=False)
+        yield Static("", id="gpus-below", markup=False)
+        yield Static("", id="trends", markup=False)
         yield Static("", id="active", markup=False)
         yield Static("", id="alerts", markup=False)
         yield Static("", id="log", markup=False)
@@ -96,7 +109,7 @@ class Dashboard(Told, Screen[None]):
 
     def on_mount(self) -> None:
         self.query_one(Header).title = self._layout_of_service.name
-        self.query_one(Plot).title = t("tokens a second, 15 minutes")
+        self.query_one(Plot).title = t("tokens/s")
         self.watch(self.app, "language", self._speaks)
         self.watch(self.app, "note", self._news, init=False)
         self.watch(self.app, "watched", self._seat)
@@ -146,7 +159,7 @@ class Dashboard(Told, Screen[None]):
         self.draw()
 
     def _speaks(self, language: str) -> None:
-        for widget in (self.query_one(Header), self.query_one(NoteLine), self.query_one(KeyBar)):
+        for widget in (self.query_one(Header), self.query_one(NoteLine), self.query_one(KeyBar), self.query_one(Plot)):
             widget.language = language
         self.draw()
 
@@ -163,6 +176,10 @@ class Dashboard(Told, Screen[None]):
         self.query_one(KeyBar).keys = self._keys()
         self.query_one(NoteLine).note = self._note
         seen = self.seen
+        for name in self.PARTS:
+            self.query_one(f"#{name}").display = not small and (seen is not None or name == "headline")
+        if small:
+            return
         if seen is None:
             self._put("headline", Text(self.say(t("Looking at the service ..."))))
             return
@@ -173,10 +190,13 @@ class Dashboard(Told, Screen[None]):
         self._gpus(seen)
         self._active(seen, room)
         self._put("alerts", self._alerts(seen))
-        plot = self.query_one(Plot)
-        plot.display = len(seen.throughput) > 1
-        plot.points = tuple((at - seen.at, rate) for at, rate in seen.throughput)
-        self._put("log", self._log_text())
+        self._charts(seen, room)
+        self.call_after_refresh(self._draw_log)
+
+    def _draw_log(self) -> None:
+        """It fills what the rest leaves, which is known once that is laid out."""
+        if self.is_mounted:
+            self._put("log", self._log_text())
 
     def _put(self, name: str, text: Text) -> None:
         self.query_one(f"#{name}", Static).update(text)
@@ -189,17 +209,37 @@ class Dashboard(Told, Screen[None]):
         return columns(heads, rows, room, 6)
 
     def _gpus(self, seen: Snapshot) -> None:
-        heads = [self.say(head) for head in cells.GPU_HEADS]
-        rows = [[self.say(cell) for cell in cells.gpu_cells(gpu)] for gpu in seen.gpus]
-        wide = bool(rows) and self.size.width >= 100
-        self.set_class(wide, "wide")
+        """Beside the chart, or below it."""
+        wide = self.size.width >= WIDE
+        beside, below = self.query_one("#gpus", Static), self.query_one("#gpus-below", Static)
+        beside.display, below.display = bool(seen.gpus) and wide, bool(seen.gpus) and not wide
         if wide:
-            self._put("gpus", columns(heads, rows, self.size.width // 2, 7))
+            heads = [self.say(head) for head in cells.GPU_HEADS]
+            rows = [[self.say(cell) for cell in cells.gpu_cells(gpu)] for gpu in seen.gpus]
+            beside.update(columns(heads, rows, self.size.width * 6 // 10, 7))
+        else:
+            rows = [[self.say(cell) for cell in cells.gpu_line_cells(gpu)] for gpu in seen.gpus]
+            below.update(columns((), rows, self.size.width - 2, FEW_GPUS if self.size.height < 30 else MANY_GPUS))
+
+    def _charts(self, seen: Snapshot, room: int) -> None:
+        plot, points = self.query_one(Plot), seen.history.get(history.TOKENS, ())
+        plot.display = len(points) > 1
+        if points:
+            plot.ends = (self._ago(seen.at - points[0][0]), self._ago(seen.at - points[-1][0]))
+        plot.points = tuple((at - seen.at, rate) for at, rate in points)
+        shown = self.query_one("#trends").display = self.size.height >= FOR_TRENDS and plot.display
+        if shown:
+            self._put("trends", trends(seen.history, self.say, room, plain=self.front.plain))
+
+    def _ago(self, seconds: float) -> str:
+        if seconds < FRESH:
+            return t("now")
+        return t("{time} ago", time=long_time(60 * round(seconds / 60) if seconds >= 60 else seconds))
 
     def _active(self, seen: Snapshot, room: int) -> None:
         """The oldest active requests, where the screen is tall enough; all of them behind a key."""
         rows = (self.size.height - ROOM_FOR_THE_REST) // 2
-        shown = self.query_one("#active").display = bool(seen.active) and rows > 0 and not self.has_class("small")
+        shown = self.query_one("#active").display = bool(seen.active) and rows > 0
         if shown:
             table = self._active_table(seen, room, min(rows, MOST_ACTIVE))
             self._put("active", Text(self.say(cells.active_line(seen)) + "\n", end="").append_text(table))
@@ -218,9 +258,6 @@ class Dashboard(Told, Screen[None]):
             text.append("\n" + self.say(t("{count} more: 3", count=len(seen.alerts) - MOST_ALERTS)), "dim")
         if not text:
             text.append(self.say(t("No alerts.")), "dim")
-            if not self.has_class("wide"):
-                for gpu in seen.gpus[:4]:
-                    text.append("\nGPU " + "  ".join(self.say(cell) for cell in cells.gpu_cells(gpu)))
         return text
 
     def _alert(self, alert: Alert) -> Text:
@@ -245,7 +282,7 @@ class Dashboard(Told, Screen[None]):
         return (Key("Esc", t("Back"), "screen.close"), Key("F1", t("Help"), "screen.help"),
                 Key("3", t("Details"), "screen.details"), Key("F8", t("Log"), "screen.log"),
                 Key("/", t("Filter"), "screen.filter"), Key("F9", t("Service"), "screen.control"),
-                Key("4", t("Requests"), "screen.active"), Key("Space", hold, "screen.hold"),
+                Key("4", t("Active"), "screen.active"), Key("Space", hold, "screen.hold"),
                 Key("F10", t("Leave"), "app.leave"))  # fmt: skip
 
     # -- keys
@@ -287,9 +324,8 @@ class Dashboard(Told, Screen[None]):
             return
         told = [self.say(line) for model in seen.models for line in cells.model_details(model)]
         told += [self.say(cells.requests_line(seen))]
-        told += ["GPU " + "  ".join(self.say(cell) for cell in cells.gpu_cells(gpu)) for gpu in seen.gpus]
-        told += [self.say(t("API key {id}  {name}  {state}", id=key.id, name=key.name, state=key.state))
-                 for key in seen.keys]  # fmt: skip
+        told += ["  ".join(self.say(cell) for cell in cells.gpu_line_cells(gpu)) for gpu in seen.gpus]
+        told += [self.say(line) for line in cells.key_lines(seen)]
         told += [self._alert(alert).plain for alert in seen.alerts]
         self.app.push_screen(Read(self.say, t("Details"), "\n".join(told)))
 
@@ -321,7 +357,7 @@ class Dashboard(Told, Screen[None]):
                 self.draw()
                 threading.Thread(target=self._do, args=(action,), name=f"dashboard-{action}", daemon=True).start()
 
-        about = t("{what}.\nEverybody who uses it notices. Continue?", what=control.ACTIONS[action])
+        about = t("{what}.\nThis affects everybody who uses the service. Continue?", what=control.ACTIONS[action])
         agree = t("Enter does it. Esc leaves it.")
         self.app.push_screen(Read(self.say, t("Are you sure?"), self.say(about), agree), take)
 

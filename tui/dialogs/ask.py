@@ -33,7 +33,7 @@ class Ask(ModalScreen[str | None]):
         event.stop()  # the fields of the screen below are another matter
         said = event.value.strip()
         if len(said) < self.least:
-            short = t("Please say it in {count} characters or more.", count=self.least)
+            short = t("Write at least {count} characters.", count=self.least)
             self.query_one("#hint", Static).update(Text(self.say(short)))
             return
         self.dismiss(said)
@@ -50,6 +50,7 @@ class Read(ModalScreen[bool]):
     def __init__(self, say: Say, title: str, text: str, agree: str = "") -> None:
         super().__init__()
         self.say, self.heading, self.text, self.agree = say, title, text, agree
+        self._told = ""
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="box tall"):
@@ -70,11 +71,14 @@ class Read(ModalScreen[bool]):
         return pane.size.height > 0 and pane.scroll_offset.y >= pane.max_scroll_y
 
     def _tell(self) -> None:
-        hint = t("Esc closes this.")
+        at_end = self.at_end()
         if self.agree:
-            unread = t("Read to the end first: Page Down. Esc refuses.")
-            hint = self.agree if self.at_end() else unread
-        self.query_one("#hint", Static).update(Text(self.say(hint)))
+            hint = self.agree if at_end else t("Read to the end first: Page Down. Esc refuses.")
+        else:
+            hint = t("Esc closes this.") if at_end else t("Page Down shows more. Esc closes this.")
+        if hint != self._told:
+            self._told = hint
+            self.query_one("#hint", Static).update(Text(self.say(hint)))
 
     def action_page(self, by: int) -> None:
         pane = self.query_one(VerticalScroll)

@@ -4,6 +4,7 @@ textual-plotext draws its axes with box characters in every mode, which a consol
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 from rich.cells import cell_len
@@ -15,6 +16,7 @@ from textual.widget import Widget
 from tui.frame.front import Told
 
 Points = tuple[tuple[float, float], ...]
+_LEVELS = "_.:-=+*#"   # of a sparkline in ASCII
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))   # of a braille sign: row, column
 
 
@@ -22,9 +24,11 @@ class Plot(Told, Widget):
     """`points` are (x, y), by rising x. `target`: a level that is drawn across; what lies above it is `bad`."""
 
     points: reactive[Points] = reactive(())
+    ends: reactive[tuple[str, str]] = reactive(("", ""))   # Texts below the first and the last point, for their x
     target: reactive[float | None] = reactive(None)
     title = reactive("")      # a Text: what, in which unit
     x_unit = reactive("s")
+    language = reactive("en")
 
     AXIS: ClassVar = 7        # cells for the numbers on the left
 
@@ -44,11 +48,12 @@ class Plot(Told, Widget):
             for cell in row:
                 text.append(fill if cell in (" ", "\u2800") else cell,
                             "yellow" if cell in (" ", "\u2800") else "cyan")  # fmt: skip
-        first, last = self.points[0][0], self.points[-1][0]
-        right = f"{_number(last)} {self.x_unit}"
-        gap = max(1, width - cell_len(right) - len(_number(first)))
+        left, right = (self.say(end) for end in self.ends)
+        left = left or _number(self.points[0][0])
+        right = right or f"{_number(self.points[-1][0])} {self.x_unit}".rstrip()
+        gap = max(1, width - cell_len(right) - cell_len(left))
         text.append("\n").append(f"{'0':>{self.AXIS - 1}} ", "dim")
-        return text.append(f" {_number(first)}{' ' * gap}{right}", "dim")
+        return text.append(f" {left}{' ' * gap}{right}", "dim")
 
 
 def nice(most: float) -> float:
@@ -68,24 +73,33 @@ def _number(value: float | None) -> str:
 
 
 def _columns(points: Sequence[tuple[float, float]], count: int) -> list[float | None]:
-    """The highest y of each of so many equal slots of x; a slot without one continues the one before."""
+    """The highest y of each of so many equal slots of x, and straight lines from one such slot to the next."""
     first, last = points[0][0], points[-1][0]
-    slots: list[float | None] = [None] * count
+    highest: dict[int, float] = {}
     for x, y in points:
         at = min(count - 1, int((x - first) / ((last - first) or 1) * count))
-        slots[at] = y if slots[at] is None else max(slots[at] or 0.0, y)
-    before: float | None = None
-    for at, value in enumerate(slots):
-        before = slots[at] = before if value is None else value
+        highest[at] = max(highest.get(at, y), y)
+    slots: list[float | None] = [None] * count
+    known = sorted(highest)
+    for at, to in pairwise(known):
+        for slot in range(at, to):
+            slots[slot] = highest[at] + (highest[to] - highest[at]) * (slot - at) / (to - at)
+    if known:
+        slots[known[-1]:] = [highest[known[-1]]] * (count - known[-1])
     return slots
 
 
 def braille_rows(points: Sequence[tuple[float, float]], width: int, height: int, top: float) -> list[str]:
     grid = [[0] * width for _ in range(height)]
+    before: int | None = None
     for x, value in enumerate(_columns(points, width * 2)):
-        if value is not None:
-            y = height * 4 - 1 - min(height * 4 - 1, int(max(0.0, value) / top * (height * 4 - 1)))
-            grid[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+        if value is None:
+            continue
+        y = height * 4 - 1 - min(height * 4 - 1, round(max(0.0, value) / top * (height * 4 - 1)))
+        start = y if before is None or before == y else before + (1 if y > before else -1)
+        for dot in range(min(start, y), max(start, y) + 1):  # a steep part is one line, too
+            grid[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
+        before = y
     return ["".join(chr(0x2800 + cell) for cell in row) for row in grid]
 
 
@@ -93,5 +107,16 @@ def ascii_rows(points: Sequence[tuple[float, float]], width: int, height: int, t
     grid = [[" "] * width for _ in range(height)]
     for x, value in enumerate(_columns(points, width)):
         if value is not None:
-            grid[height - 1 - min(height - 1, int(max(0.0, value) / top * (height - 1)))][x] = "*"
+            grid[height - 1 - min(height - 1, round(max(0.0, value) / top * (height - 1)))][x] = "*"
     return ["".join(row) for row in grid]
+
+
+def spark(points: Sequence[tuple[float, float]], width: int, *, plain: bool) -> str:
+    """The same in one row: how the values have changed, from 0 to the highest."""
+    if len(points) < 2 or width < 2:
+        return ""
+    top = max(y for _, y in points) or 1.0
+    if not plain:
+        return braille_rows(points, width, 1, top)[0]
+    least = len(_LEVELS) - 1
+    return "".join(_LEVELS[round(max(0.0, value or 0.0) / top * least)] for value in _columns(points, width))

@@ -24,6 +24,7 @@ class Trials(Told, Vertical):
 
     has_something = False
     _drawn: object = None
+    _shown: tuple[Any, ...] | None = None
 
     DEFAULT_CSS = "Trials { height: auto; }"
 
@@ -31,6 +32,11 @@ class Trials(Told, Vertical):
         yield Static("", id="trials-head", markup=False)
         yield Table(id="trials", cursor_type="none", show_cursor=False)
         yield Plot(id="trials-plot")
+
+    def on_resize(self) -> None:
+        """The columns take the width that there is, which is not known before the first layout."""
+        if self._shown is not None:
+            self._show(*self._shown)
 
     def show_live(self, told: list[dict[str, Any]], progressed: tuple[str, int, int] | None) -> None:
         """The last that was said of each trial."""
@@ -64,30 +70,30 @@ class Trials(Told, Vertical):
         self._show(head, rows)
 
     def _show(self, head: str, rows: list[tuple[str, Any, dict[str, Any] | None, Any, str]]) -> None:
-        self.has_something = bool(rows)
+        self.has_something, self._shown = bool(rows), (head, rows)
         drawn = (self.front.language, head, [(row[0], row[4]) for row in rows], self.size.width)
-        if drawn == self._drawn:
+        if drawn == self._drawn or not self.size.width:
             return
         self._drawn = drawn
         self.query_one("#trials-head", Static).update(Text(head))
         table = self.query_one("#trials", Table)
-        table.clear(columns=True)
         narrow = self.size.width < _WIDE
         heads = [self.say(each) for each in _COLUMNS if not (narrow and each is _TOKENS)]
-        table.add_columns(*heads)
         room = self.size.width - 2 * len(heads) - 1 - sum(cell_len(each) for each in (heads[0], *heads[2:]))
-        points = []
+        points: list[tuple[float, float]] = []
+        lines: list[list[str | Text]] = []
         for at, (name, what, result, why, status) in enumerate(rows, 1):
             changed = Text(self.say(what))
             changed.truncate(max(8, room), overflow="crop" if self.front.plain else "ellipsis")
             if result is None:
                 said = self.say(t("running")) if status == "running" else self.say(why)
-                table.add_row(name, changed, Text(said, "red" if status == "failed" else ""))
+                lines.append([name, changed, Text(said, "red" if status == "failed" else "")])
                 continue
             latency = result["latency_ms"]
             rate = () if narrow else (f"{result['rate']:.1f}",)
-            table.add_row(name, changed, f"{result['goodput']:.2f}", *rate, _ms(latency, "ttft"), _ms(latency, "itl"))
+            lines.append([name, changed, f"{result['goodput']:.2f}", *rate, _ms(latency, "ttft"), _ms(latency, "itl")])
             points.append((float(at), float(result["rate"])))
+        table.fill(heads, lines)
         table.scroll_end(animate=False)
         plot = self.query_one(Plot)
         plot.title, plot.points, plot.x_unit = t("tokens/s of each trial"), tuple(points), ""

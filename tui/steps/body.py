@@ -180,9 +180,8 @@ class StepBody(Body):
 
     def _in_the_way(self, blocking: list[Finding]) -> str:
         if all(each.severity == "strict" for each in blocking):
-            return t("Enter waits. Failing checks: {count}. Fix them, then F5 runs the step again.",
-                     count=len(blocking))  # fmt: skip
-        return t("Enter waits. Failing checks: {count}. F5 runs the step again, F9 gives a reason.",
+            return t("Failing checks: {count}. Fix them, then press F5 to check again.", count=len(blocking))
+        return t("Failing checks: {count}. Fix them and press F5, or waive one with a reason (F9).",
                  count=len(blocking))  # fmt: skip
 
     def go(self) -> None:

@@ -9,7 +9,7 @@ NO_KEY = t("Nobody has seen the key of the endpoint: no terminal was there when 
 
 class InstallBody(StepBody):
     STEP = "install"
-    LEAD = t("First the plan, then the work. It continues if this terminal is lost.")
+    LEAD = t("First the plan, then the work, even without this terminal.")
     HELP = t(
         "Enter makes the plan and shows it: every file, service, port and user, with its size. Nothing is written "
         "before you agree.\n"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import work
 from textual.binding import Binding
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
 _COLUMNS = (t("Model"), t("Size"), t("Weights"), t("Context"), t("Fits"), t("Licence"))
 _NARROW = (_COLUMNS[0], _COLUMNS[1], *_COLUMNS[4:])   # beside a rail in 80 columns
 _WIDE = 80
-_BESIDE_NAME = 46  # what the narrow table's other columns take
+_PADDING = 2       # cells beside each column
+_LEAST_NAME = 12
 
 
 class ModelBody(StepBody):
     STEP = "model"
-    LEAD = t("What runs here, and under which licence. Each text is read to its end.")
+    LEAD = t("Choose the model, and read each licence to its end.")
     HELP = t(
         "The list shows every model of the medium: its size, the precision of its weights, its longest context, "
         "whether it fits on this machine, and its licence.\n"
@@ -95,29 +97,31 @@ class ModelBody(StepBody):
     def _fill(self, table: Table) -> None:
         offered = [(each.name, each.fit) for each in self.offers]
         drawn = (self.front.language, offered, self._chosen_paths(), self.size.width)
-        if drawn == self._drawn:
+        if drawn == self._drawn or not self.size.width:
             return
         self._drawn, row = drawn, table.cursor_row
-        table.clear(columns=True)
         wide = self.size.width >= _WIDE
-        table.add_columns("", *(self.say(each) for each in (_COLUMNS if wide else _NARROW)))
-        chosen = self._chosen_paths()
-        for offer in self.offers:
-            mark = "[x]" if str(offer.path) in chosen else "[ ]"
-            if offer.problem:
-                table.add_row(Text("   "), Text(offer.name), Text(self.say(offer.problem), "red"))
-                continue
-            word, colour = FITS[offer.fit]
-            more = [Text(offer.precision), Text(f"{offer.context:,}" if offer.context else "?")] if wide else []
-            alone = sum(each.name == offer.name for each in self.offers) == 1
-            name = Text(offer.name if alone and not wide else f"{offer.name} {offer.version}")
-            if not wide:  # in full below the table
-                cut = "crop" if self.front.plain else "ellipsis"
-                name.truncate(max(12, self.size.width - _BESIDE_NAME), overflow=cut)
-            table.add_row(Text(mark), name, Text(human(offer.bytes)), *more,
-                          Text(self.say(word), colour), Text(offer.spdx))  # fmt: skip
+        heads = ["", *(self.say(each) for each in (_COLUMNS if wide else _NARROW))]
+        rows = [self._row(offer, wide=wide) for offer in self.offers]
+        others = [max([cell_len(heads[at]), *(row[at].cell_len for row in rows if len(row) == len(heads))])
+                  for at in range(len(heads)) if at != 1]  # fmt: skip
+        room = self.size.width - sum(others) - _PADDING * len(heads) - 1
+        for cells in rows:  # the whole name stands below the table
+            cells[1].truncate(max(_LEAST_NAME, room), overflow="crop" if self.front.plain else "ellipsis")
+        table.fill(heads, rows)
         if self.offers:
             table.move_cursor(row=min(row, len(self.offers) - 1))
+
+    def _row(self, offer: "Offer", *, wide: bool) -> list[Text]:
+        if offer.problem:
+            return [Text("   "), Text(offer.name), Text(self.say(offer.problem), "red")]
+        mark = "[x]" if str(offer.path) in self._chosen_paths() else "[ ]"
+        word, colour = FITS[offer.fit]
+        more = [Text(offer.precision), Text(f"{offer.context:,}" if offer.context else "?")] if wide else []
+        alone = sum(each.name == offer.name for each in self.offers) == 1
+        name = offer.name if alone and not wide else f"{offer.name} {offer.version}"
+        return [Text(mark), Text(name), Text(human(offer.bytes)), *more, Text(self.say(word), colour),
+                Text(offer.spdx)]  # fmt: skip
 
     def _use(self) -> str:
         if self.problem is not None:

@@ -132,7 +132,10 @@ class PilotBody(StepBody):
             good = "green" if goal.ok else "failed"
             text.append(f"    {marks[good]} ", COLOURS[good])
             text.append(f"{self.say(goal.title)}  {self.say(goal.observed)}  ({self.say(goal.required)})\n")
+        goals = {self.say(goal.title) for goal in stage.goals}
         for title, value in stage.figures[2:]:
+            if self.say(title) in goals:
+                continue  # it stands there already, beside its limit
             text.append(f"      {self.say(title)}  {self.say(value)}\n", "dim")
 
     def empty(self) -> str:
@@ -325,7 +328,7 @@ class PilotBody(StepBody):
             Field("by", t("Your name")),
             Field("reason", t("Reason"), "", t("needed where not every stage has passed")),
         ]  # fmt: skip
-        about = t("go is recommended") if board.recommended else t("go is NOT recommended")
+        about = t("Recommended: go.") if board.recommended else t("Recommended: no-go. Not every stage has passed.")
         self.app.push_screen(Form(self.say, t("Sign the pilot"), fields, take, about), self._signed)
 
     def _signed(self, values: dict[str, str] | None) -> None:

@@ -17,13 +17,13 @@ from tui.texts import human
 FIELDS = {
     "medium": t("Medium: where it is mounted, or a bundle"),
     "key": t("Vendor's public key (a file; not from the medium)"),
-    "by": t("Your name, for what you accept and waive"),
+    "by": t("Your name, recorded with what you accept or waive"),
     "answers": t("Answers file, if you have one"),
 }
 
 
 class StartBody(Body):
-    LEAD = t("Where the medium is, and who decides. Esc and the arrows lose nothing.")
+    LEAD = t("Say where the medium is, and who you are.")
     HELP = t(
         "Say where the medium is mounted, which file holds the vendor's public key, and your name.\n"
         "The key must reach you through a separate channel, not on the medium.\n"

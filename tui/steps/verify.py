@@ -23,11 +23,13 @@ GROUPS = {"health": t("Health"), "conformance": t("Conformance"), "quality": t("
           "performance": t("Performance"), "stability": t("Stability"), "security": t("Security")}  # fmt: skip
 _NUMBERS = (("ttft", t("first token")), ("itl", t("between tokens")))
 _TARGETS = ("ttft", "itl", "users", "output_throughput")
+_TITLES = {"ttft": t("first token"), "itl": t("between tokens"), "users": t("users at once"),
+           "output_throughput": t("throughput")}  # fmt: skip
 
 
 class VerifyBody(StepBody):
     STEP = "verify"
-    LEAD = t("Does the service work as promised? Every number beside its target.")
+    LEAD = t("Every promise is checked, every number beside its target.")
     HELP = t(
         "Six groups: health, conformance of the API, quality of the answers, performance under load, stability over "
         "time, security. Each turns green, or says what it missed and by how much.\n"
@@ -89,6 +91,8 @@ class VerifyBody(StepBody):
             text.append(f"{marks[state]} ", COLOURS[state]).append(head + " " * (width - cell_len(head) + 2))
             text.append(f"{said}\n", "dim" if state == "open" else "")
         text.rstrip()
+        self.query_one("#groups", Static).display = bool(text)
+        self.query_one("#numbers", Static).set_class(not text, "facts")  # the first below the lead keeps a distance
         return text
 
     def _numbers(self, loads: list[dict[str, Any]]) -> list[str]:
@@ -116,13 +120,14 @@ class VerifyBody(StepBody):
             lines = [self.say(each) for each in self._targets()]
         return lines
 
-    def _line(self, title: str, more: str, p95: float, target: float | None) -> str:
-        head = self.say(title)
-        line = f"{head}{' ' * max(1, 14 - cell_len(head))}{more}{'  ' if more else ''}p95 {p95:,.0f} ms"
-        if target is None:
-            return line
-        verdict = self.say(t("kept") if p95 <= target else t("missed"))
-        return f"{line}  {self.say(t('target {limit} ms', limit=f'{target:g}'))}  {verdict}"
+    def _line(self, title: str, half: str, p95: float, target: float | None) -> str:
+        """What is judged comes first; the median only where there is room."""
+        head, column = self.say(title), max(cell_len(self.say(each)) for _, each in _NUMBERS)
+        line = f"{head}{' ' * (column - cell_len(head))}  p95 {p95:,.0f} ms"
+        if target is not None:
+            verdict = self.say(t("met") if p95 <= target else t("missed"))
+            line += f"  {self.say(t('target {limit} ms', limit=f'{target:,g}'))}  {verdict}"
+        return f"{line}  {half}" if half and cell_len(f"{line}  {half}") < self.size.width else line
 
     def _targets(self) -> list[str]:
         targets = self.plan.targets
@@ -130,21 +135,21 @@ class VerifyBody(StepBody):
         if not given:
             return [t("No targets yet: numbers are measured and not judged. G sets them.")]
         units = {"ttft": " ms", "itl": " ms", "users": "", "output_throughput": " tokens/s"}
-        said = ", ".join(f"{name} {value:g}{units[name]}" for name, value in given.items())
+        said = ", ".join(f"{self.say(_TITLES[name])} {value:,g}{units[name]}" for name, value in given.items())
         return [t("Targets: {targets}", targets=said)]
 
     def run_words(self) -> str:
         return t("Verify")
 
     def empty(self) -> str:
-        return t("Enter starts the checks. Load of {profile}, {seconds} s of endurance.", profile=self.plan.profile,
+        return t("Enter starts the checks: the load {profile}, then a soak of {seconds} s.", profile=self.plan.profile,
                  seconds=f"{self.plan.soak_seconds:g}")  # fmt: skip
 
     def forward(self) -> Forward:
         found = super().forward()
         missed = [each.id for each in self.blocking()]
         if missed and all(name.startswith(("latency", "output-", "request-", "users")) for name in missed):
-            return Forward("", t("A target is missed. 4 goes to Tune, F9 accepts it with a reason, G changes targets."))
+            return Forward("", t("A target is missed: tune again (4), accept it with a reason (F9), or change it (G)."))
         return found
 
     def keys(self) -> list[Key]:
@@ -167,7 +172,7 @@ class VerifyBody(StepBody):
             Field("itl", t("Between tokens, ms"), shown(targets.itl), t("empty: not judged"), number),
             Field("users", t("Users at once"), shown(targets.users), t("empty: not judged"), "[0-9]*"),
             Field("output_throughput", t("Tokens/s in all"), shown(targets.output_throughput), "", number),
-            Field("soak_seconds", t("Endurance, s"), shown(self.plan.soak_seconds), t("0: none"), number),
+            Field("soak_seconds", t("Soak, s"), shown(self.plan.soak_seconds), t("0: none"), number),
         ]  # fmt: skip
         self.app.push_screen(Form(self.say, t("Targets"), fields, self._take), lambda values: self._changed(values))
 

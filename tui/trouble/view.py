@@ -36,17 +36,17 @@ class TroubleView(Told, Static):
             if label == labels[0] and told.progress is not None:
                 rows.append(self._bar(told.progress))
             if label == labels[3]:
-                rows = self._actions()
+                rows = self._actions(max(20, width - column - 1))
             if rows:
                 self._block(text, label, rows, column, max(20, width - column - 1))
         return text
 
-    def _actions(self) -> list[Text]:
+    def _actions(self, room: int) -> list[Text]:
         rows = []
         for number, action in enumerate(self.trouble.actions, 1):
-            rows.append(Text(f"{number}  {self.say(action.text)}"))
-            if action.command:
-                rows.append(Text(f"   {self.say(action.command)}", "bold"))
+            said = [Text(self.say(action.text)), *([Text(self.say(action.command), "bold")] if action.command else [])]
+            lines = [line for text in said for line in text.wrap(self.app.console, room - 3)]
+            rows += [Text(f"{number}  " if at == 0 else "   ").append_text(line) for at, line in enumerate(lines)]
         return rows
 
     def _bar(self, part: float) -> Text:

@@ -29,7 +29,7 @@ def alerts(
         found += _of_model(model)
     found += [Alert(f"hot-{gpu.index}", "warning",
                     t("GPU {index} is at {degrees} °C and may slow down.", index=gpu.index, degrees=gpu.temperature),
-                    t("Look at the fans and the air of the room."))
+                    t("Check the fans and the room's cooling."))
               for gpu in gpus if gpu.temperature is not None and gpu.temperature >= HOT]  # fmt: skip
     total, failed = sum(requests.values()), requests.get("5xx", 0.0)
     if total >= FEW_REQUESTS and failed / total > ERROR_SHARE:
@@ -43,7 +43,7 @@ def _of_model(model: ModelRow) -> list[Alert]:
     if model.kv is not None and model.kv >= KV_FULL and model.preemptions:
         found.append(Alert(
             f"kv-{model.name}", "warning",
-            t("{model}: the KV cache is full, {count} requests were pushed back in the last minute.",
+            t("{model}: the KV cache is full, {count} requests were preempted in the last minute.",
               model=model.name, count=model.preemptions), "atoll tune"))  # fmt: skip
     if model.slots and model.waiting > model.slots:
         found.append(Alert(

@@ -1,6 +1,7 @@
 """A snapshot in words: cells of tables, each number with its unit, the same for screens and for `atoll top --once`."""
 
 import time
+from collections import Counter
 
 from appliance.service.dashboard.snapshot import ActiveRow, GpuRow, ModelRow, Snapshot
 from installer.base.i18n import joined, t
@@ -14,6 +15,7 @@ MODEL_HEADS = (t("MODEL"), t("STATE"), t("USERS"), t("WAIT"), t("TOK/S"), t("FIR
 GPU_HEADS = ("GPU", t("NAME"), t("MEMORY"), t("TEMP"), t("POWER"), "ECC")
 ACTIVE_HEADS = (t("REQUEST"), t("KEY"), t("STATE"), t("AGE"), t("PROMPT"), t("ANSWER"), t("MODEL"))
 ACTIVE_STATES = {"waiting": t("waiting"), "running": t("running")}
+KEY_STATES = {"active": t("active"), "expired": t("expired"), "revoked": t("revoked")}
 MOST_ID = 16          # characters of a request's id in a table
 NO_TRAFFIC = "-"
 
@@ -45,30 +47,45 @@ def gpu_cells(gpu: GpuRow) -> tuple[str, ...]:
     memory = NO_TRAFFIC
     if gpu.memory_used is not None and gpu.memory_total:
         memory = f"{gpu.memory_used / 2**30:.1f} / {gpu.memory_total / 2**30:.1f} GiB"
-    ecc = NO_TRAFFIC
-    if gpu.ecc_uncorrected is not None:
-        ecc = t("{corrected} corrected, {uncorrected} not", corrected=gpu.ecc_corrected or 0,
-                uncorrected=gpu.ecc_uncorrected)  # fmt: skip
     watts = NO_TRAFFIC
     if gpu.power is not None:
         watts = f"{gpu.power:.0f} W" if gpu.power_limit is None else f"{gpu.power:.0f} / {gpu.power_limit:.0f} W"
     degrees = NO_TRAFFIC if gpu.temperature is None else f"{gpu.temperature} °C"
-    return (NO_TRAFFIC if gpu.index is None else str(gpu.index), gpu.name, memory, degrees, watts, ecc)
+    return (NO_TRAFFIC if gpu.index is None else str(gpu.index), gpu.name.removeprefix("NVIDIA "), memory, degrees,
+            watts, _ecc(gpu))  # fmt: skip
+
+
+def gpu_line_cells(gpu: GpuRow) -> tuple[str, ...]:
+    """The same for a table without heads."""
+    index, name, memory, degrees, watts, ecc = gpu_cells(gpu)
+    return (f"GPU {index}", name, memory, degrees, watts, joined(["ECC", ecc], " "))
+
+
+def _ecc(gpu: GpuRow) -> str:
+    """Errors since the driver was loaded."""
+    if gpu.ecc_uncorrected is None:
+        return NO_TRAFFIC
+    if gpu.ecc_uncorrected:
+        return t("{count} uncorrected", count=gpu.ecc_uncorrected)
+    return t("{count} corrected", count=gpu.ecc_corrected) if gpu.ecc_corrected else t("no errors")
 
 
 def model_details(model: ModelRow) -> list[str]:
     """What the table has no room for."""
-    lines: list[str] = []
-    lines.append(t("{model}: first token {first_half} at the median, {first} at the 95th percentile; between tokens "
-                   "{between_half} and {between}", model=model.name, first_half=milliseconds(model.ttft_p50),
-                   first=milliseconds(model.ttft_p95), between_half=milliseconds(model.itl_p50),
-                   between=milliseconds(model.itl_p95)))  # fmt: skip
-    lines.append(t("{model}: reads {tokens_in:,.0f} tokens/s, writes {tokens_out:,.0f} tokens/s", model=model.name,
-                   tokens_in=model.tokens_in, tokens_out=model.tokens_out))  # fmt: skip
+    lines: list[str] = [joined([model.name, t("ready") if model.up else model.progress or t("down")], "  ")]
+    for title, half, most in ((t("first token"), model.ttft_p50, model.ttft_p95),
+                              (t("between tokens"), model.itl_p50, model.itl_p95)):  # fmt: skip
+        if most is not None:
+            lines.append(t("  {what}: p50 {half}, p95 {most}", what=title, half=milliseconds(half),
+                           most=milliseconds(most)))  # fmt: skip
+    lines.append(t("  reads {tokens_in:,.0f} tokens/s, writes {tokens_out:,.0f} tokens/s", tokens_in=model.tokens_in,
+                   tokens_out=model.tokens_out))  # fmt: skip
     if model.pages:
-        lines.append(t("{model}: {used:,} of {pages:,} KV pages in use, {count} requests pushed back in a minute",
-                       model=model.name, used=model.pages_in_use or 0, pages=model.pages,
-                       count=model.preemptions))  # fmt: skip
+        lines.append(t("  {used:,} of {pages:,} KV pages in use; {count} preemptions in the last minute",
+                       used=model.pages_in_use or 0, pages=model.pages, count=model.preemptions))  # fmt: skip
+    if model.state_slots:
+        lines.append(t("  {used:,} of {slots:,} state slots in use", used=model.slots_in_use or 0,
+                       slots=model.state_slots))  # fmt: skip
     return lines
 
 
@@ -79,6 +96,17 @@ def active_cells(active: ActiveRow) -> tuple[str, ...]:
     state = ACTIVE_STATES.get(active.state, active.state)
     return (name, active.key or NO_TRAFFIC, state, age(active.age_seconds), f"{active.prompt_tokens:,}",
             f"{active.output_tokens:,}", active.model)  # fmt: skip
+
+
+def key_lines(seen: Snapshot) -> list[str]:
+    """Every API key, and how many of the active requests are its own."""
+    busy = Counter(row.key for row in seen.active)
+    lines: list[str] = []
+    for key in seen.keys:
+        now = busy[key.name] or busy[key.id]
+        lines.append(t("API key {id}  {name}  {state}  active requests: {count}", id=key.id, name=key.name,
+                       state=KEY_STATES.get(key.state, key.state), count=now))  # fmt: skip
+    return lines
 
 
 def active_line(seen: Snapshot) -> str:

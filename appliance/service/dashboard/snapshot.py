@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from appliance.series import Window
+from installer.access import api_keys
 
 _TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
 
@@ -29,6 +30,8 @@ class ModelRow:
     kv: float | None = None
     pages_in_use: int | None = None
     pages: int | None = None
+    slots_in_use: int | None = None   # of recurrent states; None for a model that has none
+    state_slots: int | None = None
     prefix: float | None = None
     preemptions: int = 0
 
@@ -102,7 +105,8 @@ class Snapshot:
     age: float | None = None
     stale: bool = False
     why_not: str = ""
-    throughput: tuple[tuple[float, float], ...] = ()              # (time, tokens a second), for a chart
+    # The last 15 minutes as (time, value): tokens_out, ttft_p95, itl_p95, waiting, kv.
+    history: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,6 +117,7 @@ def model_row(name: str, now: Window, minute: Window, engine: Mapping[str, Any])
     queries = minute.increase("prefix_cache_queries", model_name=name)
     in_use = _count(now.last("atoll:kv_pages_in_use", model_name=name))  # of all its engines
     pages = _count(now.last("atoll:kv_pages_total", model_name=name))
+    states = _count(now.last("atoll:state_slots_total", model_name=name)) or None
     return ModelRow(
         name=name,
         up=bool(now.last("atoll:engine_up", model_name=name)),
@@ -129,6 +134,8 @@ def model_row(name: str, now: Window, minute: Window, engine: Mapping[str, Any])
         kv=in_use / pages if in_use is not None and pages else now.last("kv_cache_usage_perc", model_name=name),
         pages_in_use=in_use,
         pages=pages,
+        slots_in_use=_count(now.last("atoll:state_slots_in_use", model_name=name)) if states else None,
+        state_slots=states,
         prefix=minute.increase("prefix_cache_hits", model_name=name) / queries if queries else None,
         preemptions=int(minute.increase("num_preemptions", model_name=name)),
     )
@@ -145,7 +152,8 @@ def gpu_rows(facts: Mapping[str, Any] | None) -> tuple[GpuRow, ...]:
 
 
 def key_rows(keys: Sequence[Mapping[str, Any]]) -> tuple[KeyRow, ...]:
-    return tuple(KeyRow(str(key["id"]), str(key.get("name") or ""), str(key.get("state") or "")) for key in keys)
+    """From the keys of `installer.operate.status`."""
+    return tuple(KeyRow(str(key["id"]), api_keys.shown_name(dict(key)), str(key.get("state") or "")) for key in keys)
 
 
 def by_status(minute: Window) -> dict[str, float]:

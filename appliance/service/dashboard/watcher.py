@@ -14,14 +14,14 @@ from typing import Any
 
 from appliance.engines import engine_facts
 from appliance.load.target import Target
-from appliance.series import Series, SeriesError, Window, sampler
+from appliance.series import Window
 from appliance.series.recorder import scraped
 from appliance.series.store import Row
+from appliance.service.dashboard import history
 from appliance.service.dashboard.active import active_requests
 from appliance.service.dashboard.alerts import alerts
 from appliance.service.dashboard.key import KEY
-from appliance.service.dashboard.snapshot import Snapshot, by_status, gpu_rows, key_rows, model_row
-from appliance.service.pilot.records import series_of
+from appliance.service.dashboard.snapshot import ModelRow, Snapshot, by_status, gpu_rows, key_rows, model_row
 from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
@@ -35,7 +35,6 @@ RENEWED = 0.8             # of that time
 STATUS_SECONDS = 5.0      # between two looks at units, GPUs, disk and certificates
 RATE_SECONDS = 15.0       # that a rate covers
 LATENCY_SECONDS = 60.0
-HISTORY_SECONDS = 900.0
 
 
 class Watcher:
@@ -45,16 +44,16 @@ class Watcher:
         self.layout, self.interval, self._clock = layout, interval, clock
         self._key: api_keys.NewKey | None = None
         self._key_at = 0.0
-        self._rows: deque[Row] = deque(maxlen=int(HISTORY_SECONDS / interval) + 2)
+        self._rows: deque[Row] = deque(maxlen=4 * int(LATENCY_SECONDS / interval) + 2)
         self._target: Target | None = None
         self._facts: dict[str, Any] = {}
         self._engines: dict[str, dict[str, Any]] = {}
         self._facts_at = 0.0
-        self._history: list[tuple[float, float]] = []
+        self.history = history.History()
         self._why_not = ""
 
     def __enter__(self) -> "Watcher":
-        self._read_history()
+        self.history.read(self.layout, self._clock())
         return self
 
     def __exit__(
@@ -78,14 +77,19 @@ class Watcher:
         facts = self._facts
         if facts["models"] and now - self._key_at > RENEWED * KEY_SECONDS:
             self._open(now)
+        fresh = False
         if self._target is not None and (values := asyncio.run(scraped(self._target))) is not None:
-            span = now - self._rows[-1].at if self._rows else 0.0
-            self._rows.append(Row(now, span, values))
+            fresh = bool(self._rows)
+            self._rows.append(Row(now, now - self._rows[-1].at if fresh else 0.0, values))
         age = now - self._rows[-1].at if self._rows else None
         stale = self._target is not None and (age is None or age > 2 * self.interval)
         recent, minute = self._window(now, RATE_SECONDS), self._window(now, LATENCY_SECONDS)
         models = tuple(model_row(str(model["instance"]), recent, minute, self._engines.get(model["instance"], {}))
                        for model in facts["models"])  # fmt: skip
+        if facts["state"] == "stopped":  # figures from before would pass for its state
+            models = tuple(ModelRow(model.name, up=False) for model in models)
+        elif fresh:
+            self.history.add(now, models)
         gpus, requests = gpu_rows(facts["gpu"]), by_status(minute)
         keys = [key for key in facts["keys"] if key.get("name") != KEY]
         active, total = active_requests(self.layout, facts["keys"])
@@ -94,7 +98,7 @@ class Watcher:
             release=str(facts["release"]["committed"] or ""), endpoint=str(facts["endpoint"] or ""), models=models,
             gpus=gpus, alerts=alerts(facts, models, gpus, requests, stale), keys=key_rows(keys), requests=requests,
             active=active, active_total=total, age=age, stale=stale, why_not=self._why_not,
-            throughput=tuple(self._chart(now)),
+            history=self.history.since(now - history.SECONDS),
         )  # fmt: skip
 
     def _open(self, now: float) -> None:
@@ -129,19 +133,6 @@ class Watcher:
         rows = [row for row in self._rows if row.at > now - seconds]
         older = [row for row in self._rows if row.at <= now - seconds]
         return Window(rows, older[-1] if older else None, now - seconds, now)
-
-    def _read_history(self) -> None:
-        """The minutes before the start, from the sampler's series or else the pilot's."""
-        for file in (sampler.file_of(self.layout), series_of(self.layout)):
-            with contextlib.suppress(SeriesError, OSError), Series(file) as series:
-                now = self._clock()
-                self._history = series.window(now - HISTORY_SECONDS, now).rates("generation_tokens")
-            if self._history:
-                return
-
-    def _chart(self, now: float) -> list[tuple[float, float]]:
-        live = self._window(now, HISTORY_SECONDS).rates("generation_tokens")
-        return [point for point in self._history if point[0] > now - HISTORY_SECONDS] + live
 
 
 def _nothing_installed(now: float) -> Snapshot:

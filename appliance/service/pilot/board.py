@@ -132,7 +132,7 @@ def limits_of(stop: Stop) -> list[str]:
 
 def goals_of(goal: Goal) -> list[str]:
     """What a stage must reach, one text each."""
-    found: list[str] = [t("{count} requests or more", count=f"{goal.requests:,}"),
+    found: list[str] = [t("{count} or more requests", count=f"{goal.requests:,}"),
              t("errors at most {limit}", limit=f"{goal.error_rate:.1%}")]  # fmt: skip
     if goal.ttft is not None:
         found.append(t("first token within {limit} ms for {share}", limit=f"{goal.ttft:g}", share=f"{goal.share:.0%}"))

@@ -31,13 +31,17 @@ def of_log(scene: Scene) -> tuple[str, tuple[Action, ...]]:
         return t("The disk is full."), (
             Action(t("Free some space, then start the service"), f"df -h; {start}"),)  # fmt: skip
     if _DRIVER.search(log):
-        return t("The GPU's driver does not fit the code."), (
+        return t("The GPU driver does not match this release."), (
             Action(t("See what the checks of the GPU say"), "atoll preflight"),)  # fmt: skip
     if scene.holders:  # no known message, and another process is on the GPU: the usual reason
         return _memory(scene, start)
+    again = Action(t("Start it again"), start)
     said = next(iter(evidence(scene.log_tail, 1)), "")
-    cause = t("Its last message: {said}", said=said) if said else t("It left no message.")
-    return cause, (Action(t("Start it again"), start),)
+    if _is_error(said):
+        return t("Its last message: {said}", said=said), (again,)
+    return t("It left no error message: something killed it, often the kernel for a lack of main memory."), (
+        Action(t("See whether the kernel did"), "journalctl -k | grep -i 'killed process'"), again,
+    )  # fmt: skip
 
 
 def _memory(scene: Scene, start: str) -> tuple[Text, tuple[Action, ...]]:
@@ -52,8 +56,12 @@ def _memory(scene: Scene, start: str) -> tuple[Text, tuple[Action, ...]]:
     )  # fmt: skip
 
 
+def _is_error(line: str) -> bool:
+    return bool(_WORDS.match(line)) or "Error" in line
+
+
 def evidence(lines: Iterable[str], most: int = _LINES) -> list[str]:
     """The last lines that report an error, or else the last lines."""
     known = [line.strip()[:_LINE] for line in lines if line.strip()]
-    errors = [line for line in known if _WORDS.match(line) or "Error" in line]
+    errors = [line for line in known if _is_error(line)]
     return (errors or known)[-most:]

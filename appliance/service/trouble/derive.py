@@ -27,9 +27,9 @@ def _nothing(scene: Scene) -> Iterator[Trouble]:
     if scene.status is None or scene.status["state"] == "not-installed":
         yield Trouble(
             "nothing-installed", t("nothing is installed"), t("No release is installed here."),
-            t("The checklist was not started, or has not reached its step Install."),
+            t("The checklist was not started, or has not reached the step Install."),
             actions=(Action(t("Open the checklist; it leads from the GPU to the pilot."), "atoll setup"),
-                     Action(t("Without screens, the same steps"), f"atoll checklist show{scene.where}")),
+                     Action(t("The same steps without screens"), f"atoll checklist show{scene.where}")),
             stops=False,
         )  # fmt: skip
 
@@ -43,7 +43,7 @@ def of_check(record: CheckRecord, *, installed: bool = False) -> Trouble:
     """A GPU check that failed."""
     said = f"{record.observed} {record.evidence}".lower()
     version = record.id == "driver" or "mismatch" in said or record.evidence == "/proc/driver/nvidia/version"
-    name, title = ("driver-mismatch", t("the GPU driver does not fit")) if version else (
+    name, title = ("driver-mismatch", t("the GPU driver does not match")) if version else (
         "no-gpu", t("no GPU can be used"))  # fmt: skip
     return Trouble(
         name, title, t("{check}: {seen}", check=record.title, seen=record.observed), record.why,
@@ -78,8 +78,8 @@ def _service(scene: Scene) -> Iterator[Trouble]:
     where, service = scene.where, facts["service"]
     if facts["state"] == "stopped":
         yield Trouble(
-            "stopped", t("the service is stopped"), t("The service is installed and does not run."),
-            t("It was stopped on purpose: a crash would be reported as a crash."), _AS_BEFORE,
+            "stopped", t("the service is stopped"), t("The service is installed but not running."),
+            t("Somebody stopped it: a crash would be reported as one."), _AS_BEFORE,
             (Action(t("Start it"), f"atoll start{where}"),),
         )  # fmt: skip
     elif facts["state"] == "draining":
@@ -89,7 +89,7 @@ def _service(scene: Scene) -> Iterator[Trouble]:
             (Action(t("Accept requests again"), f"atoll drain --off{where}"),),
         )  # fmt: skip
     elif facts["state"] == "starting" and not service["restarts"]:
-        yield loading(str(facts["health"]["said"]), where)
+        yield loading(facts["health"]["said"], where)
     else:
         yield _failed(scene)
 
@@ -101,9 +101,10 @@ def loading(said: str, where: str = "") -> Trouble:
     if found and float(found[2]) > 0:
         progress = min(1.0, float(found[1]) / float(found[2]))
     return Trouble(
-        "engine-loading", t("the engine is loading"), t("The service runs, and is not ready yet: {said}.", said=said),
+        "engine-loading", t("the engine is loading"),
+        t("The service is starting and not ready yet: {said}.", said=said),
         t("A model of tens of GB takes minutes from a slow disk; the first start also compiles kernels."), _AS_BEFORE,
-        (Action(t("Wait. If the number stands still for 10 minutes, read the log"), f"atoll logs{where}"),),
+        (Action(t("Wait. If the number does not change for 10 minutes, read the log"), f"atoll logs{where}"),),
         progress=progress,
     )  # fmt: skip
 
@@ -111,7 +112,7 @@ def loading(said: str, where: str = "") -> Trouble:
 def _failed(scene: Scene) -> Trouble:
     assert scene.status is not None
     service = scene.status["service"]
-    happened = t("The service does not stay up.")
+    happened = t("The service has ended, and nothing is known about its exit.")
     if service["restarts"]:
         happened = t("The service ended while it started, and was restarted {count} times.", count=service["restarts"])
     elif service["last_exit"] is not None:
@@ -153,7 +154,7 @@ def _disk(scene: Scene) -> Iterator[Trouble]:
 def disk_full(happened: str, where: str, *, stops: bool = True) -> Trouble:
     return Trouble(
         "disk-full", t("the disk is nearly full"), happened,
-        t("Logs, an older release or files of others take the space."),
+        t("Logs, older releases or other programs' files take the space."),
         t("The installation is intact. No file is left half written on a full disk."),
         (Action(t("See what takes the space"), f"du -xh --max-depth=2 {where} | sort -h | tail"),
          Action(t("The journal of the system often takes several GB"), "journalctl --vacuum-size=500M"),

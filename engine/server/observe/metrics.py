@@ -244,6 +244,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("vllm:kv_cache_usage_perc", "KV pages in use; 1 means all.", lambda s: s.kv_usage),
     ("atoll:kv_pages_total", "KV pages of the engine.", lambda s: s.pages_total),
     ("atoll:kv_pages_in_use", "KV pages that a request holds.", lambda s: s.pages_in_use),
+    ("atoll:state_slots_total", "Slots for recurrent states; 0: the model has none.", lambda s: s.slots_total),
+    ("atoll:state_slots_in_use", "State slots that a request holds.", lambda s: s.slots_in_use),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens processed.", lambda s: s.prompt_tokens),

@@ -129,6 +129,20 @@ def test_a_window_hits_with_the_pages_of_its_end():
     assert cached(core, prompt) < 80
 
 
+def test_the_slots_of_running_requests_are_counted():
+    kinds = next(name for name, (_, has_state, _) in KINDS.items() if has_state)
+    core = make_core(kinds, 60)
+    assert (core.stats().slots_total > 0, core.stats().slots_in_use) == (True, 0)
+    for number in range(3):
+        core.add_request(EngineRequest(str(number), [number] * 8, SamplingParams(max_tokens=4)))
+    core.step()
+    assert core.stats().slots_in_use >= 3
+    while core.has_work():
+        core.step()
+    assert core.stats().slots_in_use == 0
+    assert make_core("full+window", 60).stats().slots_total == 0, "no layer keeps a state"
+
+
 def prefill(core: EngineCore, prompt: list[int], max_tokens: int = 1) -> list[int]:
     """Runs a prompt; how many pages of the window's group were in use after each step."""
     core.add_request(EngineRequest("p", prompt, SamplingParams(max_tokens=max_tokens)))

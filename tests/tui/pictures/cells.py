@@ -35,8 +35,10 @@ Row = list[Cell]
 
 _HERE = str(Path(__file__).resolve().parents[3])
 # What differs between two machines or two runs and must not stand in a picture, as pairs of equal width.
-_PLACES = {f"/tmp/{root}/{real}": shown for root in "mk" for real, shown in
+_PLACES = {f"/tmp/{root}/{real}": shown for root in "EK" for real, shown in
            (("srv", "/srv/atoll"), ("usb", "/media/usb"), ("kim", "/home/user"))}  # fmt: skip
+# The same where the end of a line has cut them off.
+_CUT = ((r"(?<=from )/tmp/[EK]/(?=…)", "/media/"), (r"/tmp/[EK]/(?=…)", "/srv/at"), (r"/tmp/[EK](?=…)", "/srv/a"))
 _SECRET = re.compile(r"(?<=sk-)[\w-]{8,}")
 # Glyphs of plots and bars: how high they are depends on the run.
 _PLOTTED = re.compile("[\u2500-\u259f\u2800-\u28ff]+")
@@ -73,6 +75,8 @@ def _masked(row: Row) -> Row:
     text = "".join(cell.text for cell in row)
     for real, shown in _PLACES.items():
         text = text.replace(real, shown)
+    for real, shown in _CUT:
+        text = re.sub(real, shown, text)
     text = text.replace(_HERE, "/srv/code".ljust(len(_HERE), "."))
     text = _SECRET.sub(lambda found: "x" * len(found[0]), text)
     return [cell._replace(text=character) for cell, character in zip(row, text, strict=True)]

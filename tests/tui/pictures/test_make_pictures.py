@@ -23,6 +23,7 @@ from album import keep
 from cells import cells, plain
 from checklist_kit import REVIEW
 from screens import seen, until
+from test_trouble_screens import designed
 
 from appliance.service.trouble import gather
 from installer.access import api_keys
@@ -40,7 +41,7 @@ from tui.trouble import TroubleScreen
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ALBUM = Path(__file__).resolve().parents[3] / "docs/pictures"
 SIZE, LARGE = (80, 24), (120, 40)
-ROOTS = {"en": Path("/tmp/m"), "ko": Path("/tmp/k")}   # short, and shown as /srv, /media and /home: see cells.py
+ROOTS = {"en": Path("/tmp/E"), "ko": Path("/tmp/K")}   # short, and shown as /srv, /media and /home: see cells.py
 PORTS = {"en": 8443, "ko": 8444}                        # so that both may be drawn side by side
 MODEL = "smollm2-135m-instruct"
 PROFILE = """\
@@ -224,7 +225,7 @@ async def test_every_screen(layout: Layout, language: str, monkeypatch: pytest.M
         await until(pilot, lambda: app.screen is app.checklist)
         await camera.keep("verify-open")
         await pilot.press("enter")
-        await until(pilot, lambda: "20000 ms" in seen(app) and app.following is not None, 300)
+        await until(pilot, lambda: "20,000 ms" in seen(app) and app.following is not None, 300)
         await pilot.pause(6)
         await camera.keep("verify-work", 0.3)
         await done("verify")
@@ -278,11 +279,17 @@ async def test_every_screen(layout: Layout, language: str, monkeypatch: pytest.M
         await until(pilot, lambda: (gather(layout).status or {})["state"] == "starting", 30)
         await trouble("trouble-loading")
         await asyncio.to_thread(loads.join)
+        (root / "usb").rename(root / "out")
+        await trouble("trouble-medium")
+        (root / "out").rename(root / "usb")
         kill_service(layout)
         await until(pilot, lambda: (gather(layout).status or {})["state"] == "failed", 30)
         await trouble("trouble-failed")
-        (root / "usb").rename(root / "out")
-        await trouble("trouble-medium")
+        for kind in ("certificate-expiring", "disk-full"):  # these need a server that is about to fail
+            await app.push_screen(TroubleScreen([next(each for each in designed() if each.id == kind)]))
+            await camera.keep(f"trouble-{kind.partition('-')[0]}")
+            await pilot.press("escape")
+            await until(pilot, lambda: app.screen is app.checklist)
 
 
 def kill_service(layout: Layout) -> None:

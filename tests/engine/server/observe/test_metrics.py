@@ -103,12 +103,14 @@ def test_what_clients_send_never_becomes_a_label(metrics: Metrics) -> None:
 def test_gauges_and_counters_follow_the_engine(metrics: Metrics, client: EngineClient) -> None:
     before = client.stats
     client._advance(EngineStats(num_running=3, num_waiting=2, pages_total=10, pages_in_use=4, kv_usage=0.4, steps=2,
-                                prompt_tokens=30, generation_tokens=10, prefix_queries=30, prefix_hits=16))
+                                prompt_tokens=30, generation_tokens=10, prefix_queries=30, prefix_hits=16,
+                                slots_total=8, slots_in_use=3))
     assert before is not client.stats
     got = samples(metrics)
     assert got["vllm:num_requests_running", ""] == 3
     assert got["vllm:num_requests_waiting", ""] == 2
     assert got["vllm:kv_cache_usage_perc", ""] == 0.4
+    assert (got["atoll:state_slots_total", ""], got["atoll:state_slots_in_use", ""]) == (8, 3)
     assert got["vllm:prompt_tokens_total", ""] == 30
     assert got["vllm:prefix_cache_hits_total", ""] == 16
     assert got["vllm:iteration_tokens_total_count", ""] == 1
