@@ -1,18 +1,20 @@
 """Which kernels a start with these flags needs on a GPU that is not here: the list that the start itself makes."""
 
+from unittest.mock import patch
+
 import torch
 
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.spec import CacheSpec
 from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.runtime.launcher import Job, recording
+from engine.layers.quant import fp8
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_with_nothing
 from engine.prebuild.without_gpu import GPU, without_gpu
 from engine.worker.build import empty_model, gpu_defaults, resolve_dtype, resolve_kv_dtype
 from engine.worker.memory import loaded_bytes
 from engine.worker.memory_profile import kernels_of_a_start
-
 
 def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
     """`total`: bytes of the GPU's memory. Of `config.model` only config.json is read, if its weights are not stored
@@ -22,7 +24,7 @@ def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
     """
     model_config = ModelConfig.load(config.model)
     dtype = resolve_dtype(config, model_config)
-    with without_gpu(target), recording(target) as jobs, torch.inference_mode():
+    with patch.object(fp8, "quantize_weight", _without_content), without_gpu(target), recording(target) as jobs, torch.inference_mode():
         model = empty_model(config, model_config, GPU)
         page_size = config.block_size or DEFAULT_PAGE_SIZE["cuda"]
         spec = CacheSpec(tuple(model.cache_layers()), resolve_kv_dtype(config, dtype).itemsize, page_size)
@@ -37,3 +39,8 @@ def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
             config.max_num_seqs or seqs, GPU,
         )  # fmt: skip
     return set(jobs)
+
+
+def _without_content(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of fp8.quantize_weight, which takes minutes for a large model: the same shapes."""
+    return torch.empty(weight.shape, dtype=fp8.FP8), torch.empty(weight.shape[0], dtype=torch.float32)

@@ -31,7 +31,7 @@ from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels.gemm import cpu_format
 from engine.kernels.gemm.scaled import has_fp8_units
-from engine.kernels.runtime import compile_pool, prebuilt, warm_cache_hint
+from engine.kernels.runtime import compile_pool, origins, prebuilt, warm_cache_hint
 from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.batch_invariant import make_batch_invariant
@@ -285,6 +285,7 @@ def _start_on_gpu(
             progress("recording graphs", 0, 1)
         runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
     log.info("%s", outcome(plan, gpu))
+    log.info("%s", origins.line())
     gc.collect()
     gc.freeze()  # objects from start-up live until the end: keep collections from traversing them
     return runner
@@ -369,4 +370,5 @@ def _describe(
         "device": str(device),
         "hidden_size": config.hidden_size,
         "memory_plan": plan.table(),
+        "kernels": origins.counts() if device.type == "cuda" else {},
     }

@@ -33,6 +33,7 @@ class CompilePool:
         self._known: set[str] = set()
         self._waiting: set[str] = set()
         self.seconds: dict[str, float] = {}  # how long each job took
+        self.compiled = 0  # jobs that were not in the cache
         self.ready: float | None = None  # when the first job was begun, on the clock of time.monotonic()
         self.last = 0.0  # when the latest job was done
         self._errors: dict[str, str] = {}
@@ -99,8 +100,9 @@ class CompilePool:
         assert self._process.stdout is not None
         try:
             for line in self._process.stdout:
-                number, error, seconds = json.loads(line)
+                number, error, seconds, fresh = json.loads(line)
                 with self._changed:
+                    self.compiled += fresh
                     self.last = time.monotonic()
                     self.ready = self.ready or self.last - seconds
                     self.seconds[self._jobs[number]] = seconds
