@@ -16,6 +16,7 @@ from engine.worker.build import empty_model, gpu_defaults, resolve_dtype, resolv
 from engine.worker.memory import loaded_bytes
 from engine.worker.memory_profile import kernels_of_a_start
 
+
 def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
     """`total`: bytes of the GPU's memory. Of `config.model` only config.json is read, if its weights are not stored
     quantised (`load_format` "dummy"). Raises ModelError or ConfigError.
@@ -24,7 +25,8 @@ def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
     """
     model_config = ModelConfig.load(config.model)
     dtype = resolve_dtype(config, model_config)
-    with patch.object(fp8, "quantize_weight", _without_content), without_gpu(target), recording(target) as jobs, torch.inference_mode():
+    quick = patch.object(fp8, "quantize_weight", _without_content)
+    with quick, without_gpu(target), recording(target) as jobs, torch.inference_mode():
         model = empty_model(config, model_config, GPU)
         page_size = config.block_size or DEFAULT_PAGE_SIZE["cuda"]
         spec = CacheSpec(tuple(model.cache_layers()), resolve_kv_dtype(config, dtype).itemsize, page_size)

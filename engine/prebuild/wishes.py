@@ -34,7 +34,8 @@ def read_wishes(path: Path) -> list[Wish]:
     """From a JSON file: [{"model": "qwen3-8b", "gpu": "h100", "flags": ["--max-num-seqs", "256"]}, …]. Raises
     ConfigError."""
     try:
-        found = [Wish(str(w["model"]), str(w["gpu"]), tuple(map(str, w["flags"]))) for w in json.loads(path.read_text())]
+        raw = json.loads(path.read_text("utf-8"))
+        found = [Wish(str(one["model"]), str(one["gpu"]), tuple(map(str, one["flags"]))) for one in raw]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(msg("{path} is not a list of wishes: {error}.", path=path, error=str(error)),
                           "--wishes") from None  # fmt: skip
