@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_listed_is_reported_and_the_others_are_compiled(
 
 
 def test_a_gpu_that_the_packages_do_not_know_ends_the_build(tmp_path, vendor, own_wheel, cache, model):
-    with pytest.raises(BundleError, match="kernels could not be compiled.*h1000") as caught:
+    with pytest.raises(BundleError, match=r"kernels could not be compiled.*h1000") as caught:
         build(tmp_path / "medium", vendor, own_wheel, cache, [Wish(model, "h1000", FLAGS)], [])
     assert "--gpu none" in caught.value.hint
     assert not (tmp_path / "medium/runtime").exists()
