@@ -174,6 +174,89 @@ def test_kernels_that_cannot_be_believed_are_all_compiled_here(place, cache, dam
     assert why in log[0]
 
 
+# The driver's answers on a machine that has none: it refuses the first image, or every one, as a driver does that is
+# older than the assembler.
+REFUSED = """
+import ctypes
+class Driver:
+    def __init__(self):
+        self.seen = []
+    def cuModuleLoadData(self, module, image):
+        self.seen.append(len(image))
+        return 222 if ALL or len(self.seen) == 2 else 0
+    def cuModuleGetFunction(self, function, module, name):
+        return 0
+    def cuFuncSetAttribute(self, *_):
+        return 0
+    def cuGetErrorString(self, result, text):
+        text._obj.value = b"the provided PTX was compiled with an unsupported toolchain"
+driver = Driver()
+driver.cuLaunchKernelEx = None
+launcher._driver = lambda: driver
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+torch.cuda.current_device = lambda: 0
+compilation = compile_ahead.Compilation((9, 0))
+compilation.add(jobs)
+missing = len(compilation._missing())
+loaded = 0
+for job in jobs:
+    try:
+        job.kernel._compile(job.types, dict(job.constants), job.num_warps, job.num_stages)
+        loaded += 1
+    except launcher.KernelError:
+        pass
+from engine.kernels.runtime import origins
+print(json.dumps({"missing": missing, "loaded": loaded, "counts": origins.counts(), "line": origins.line()}))
+"""
+
+
+def test_a_driver_that_takes_none_of_them_is_noticed_before_a_start_decides_what_to_compile(place, cache):
+    report, log = run("ALL = True\n" + REFUSED, place, cache)
+    assert report["missing"] == 5, "so they are compiled side by side"
+    assert [line for line in log if "The prebuilt kernels in" in line and "unsupported toolchain" in line] == log[:1]
+    assert report["counts"]["release"] == 0
+
+
+def test_one_kernel_that_the_driver_refuses_is_taken_from_the_cache(place, cache):
+    report, log = run("ALL = False\n" + REFUSED, place, cache)
+    assert (report["missing"], report["loaded"]) == (0, 5)
+    assert report["counts"] == {"release": 4, "cached": 1, "compiled": 0}
+    assert report["line"] == "Kernels: 4 came with the release, 1 were in the cache, 0 were compiled here."
+    assert len(log) == 1
+    assert "cannot be loaded as it came with the release; it is compiled again" in log[0]
+
+
+COUNTED = """
+from engine.kernels.runtime import origins
+compilation = compile_ahead.Compilation((9, 0))
+compilation.seal(jobs)
+compilation.finish()
+first = origins.counts()["compiled"]
+use = compile_ahead.use_cache_dir()
+for path in use.glob("*.done"):
+    path.unlink()
+again = compile_ahead.Compilation((9, 0))
+again.seal(jobs)
+again.finish()
+print(json.dumps([first, origins.counts()["compiled"]]))
+"""
+
+
+def test_what_other_processes_compile_is_counted_once(tmp_path):
+    counts, _ = run(COUNTED, tmp_path / "nothing", tmp_path / "cache")
+    assert counts == [5, 5], "the second time they are in the cache"
+
+
+def test_a_cache_that_cannot_be_written_to_does_not_keep_them_from_being_used(place, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    choose = "from engine.kernels.runtime.cache_dir import use_cache_dir\nuse_cache_dir()\n"
+    report, log = run(choose + READ, place, tmp_path / "file/cache", XDG_CACHE_HOME=str(tmp_path / "other"))
+    assert report == {"missing": 0, "from": ["as it came with the release"] * 5, "same": True}
+    assert len(log) == 1
+    assert "cannot be written to" in log[0]
+
+
 def test_other_settings_of_triton_mean_other_kernels(place, tmp_path):
     script = "print(json.dumps(code_of(jobs[0])[0]))"
     origin, log = run(script, place, tmp_path / "cache", TRITON_DEFAULT_FP_FUSION="0")
