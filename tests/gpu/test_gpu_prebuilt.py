@@ -25,8 +25,10 @@ import json, logging, sys
 logging.basicConfig(format="%(message)s", level="INFO")
 from engine import LLM, SamplingParams
 from engine.kernels.runtime import origins
-llm = LLM(model=sys.argv[1], device="cuda", gpu_memory_utilization=0.3, skip_tokenizer_init=True, **json.loads(sys.argv[2]))
-found = llm.generate([{"prompt_token_ids": list(range(1, 40))}], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+options = {"device": "cuda", "gpu_memory_utilization": 0.3, "skip_tokenizer_init": True, **json.loads(sys.argv[2])}
+llm = LLM(model=sys.argv[1], **options)
+params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+found = llm.generate([list(range(1, 40))], params)
 print(json.dumps([origins.counts(), list(found[0].outputs[0].token_ids)]))
 """
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from appliance.service.presets.catalogue import GpuModel, Model, catalogue, find_card, find_model
 from appliance.service.presets.resolve import Preset, find, names
 from engine.plan import shipped_shape
-from engine.worker.build import DEFAULT_SEQS
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from offline_bundle.runtime.kernels import Wish
 
 NONE = "none"
+_OWN_DEFAULT = 1 << 30  # the engine's own number of sequences, which no preset exceeds
 
 
 def wishes(gpus: Sequence[str], models: Sequence[str]) -> list[Wish]:
@@ -75,4 +75,4 @@ def _of_presets(model: Model, card: GpuModel) -> list[Wish]:
 
 
 def _sequences(preset: Preset) -> int:
-    return preset.planned.knobs.sequences or DEFAULT_SEQS["cuda"]
+    return preset.planned.knobs.sequences or _OWN_DEFAULT

@@ -77,8 +77,8 @@ def test_too_little_room_is_refused(config_dir: Path, tmp_path: Path, capsys, mo
 
 def test_stages_read_every_byte_and_say_how_fast(config_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     status = bench.main([
-        "load", "--model", str(config_dir), "--dir", str(tmp_path), "--device", "cpu", "--layers", "2", "--repeats", "1",
-        "--stages", "--threads", "1", "3", "--buffer-mib", "1", "--cold", "--json",
+        "load", "--model", str(config_dir), "--dir", str(tmp_path), "--device", "cpu", "--layers", "2",
+        "--repeats", "1", "--stages", "--threads", "1", "3", "--buffer-mib", "1", "--cold", "--json",
     ])  # fmt: skip
     assert status == 0
     *stages, whole = map(json.loads, capsys.readouterr().out.splitlines())
