@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 from runtime_kit import ROOT, SMALL, bare_path, copy, flip, install, sign_again, trees, wheelhouse
+from typer.testing import CliRunner
 
+from appliance.cli.app import app
+from appliance.cli.view.step_lines import StepLines
 from installer.release.code_tree import verify_code
 from offline_bundle.errors import BundleError
 from offline_bundle.runtime import kernels as runtime_kernels
@@ -99,6 +102,27 @@ def test_the_medium_has_them_signed(built, vendor):
     assert ("list", 2, 2) in told
     assert ("compile", kernels, kernels) in told
     verify(made.medium, vendor)
+
+
+def test_the_commands_show_them(built, vendor):
+    made, runtime = built[0], built[0].medium / "runtime"
+    for command in (["inspect", runtime], ["verify", runtime, "--key", vendor.public_path]):
+        shown = CliRunner().invoke(app, ["bundle", *map(str, command)])
+        assert shown.exit_code == 0, shown.output
+        size = sum(size for _, size in made.kernels.made.values()) / 1024
+        assert f"kernels    for compute capability 9.0, {size:.1f} KiB" in shown.output
+        told = CliRunner().invoke(app, ["bundle", *map(str, command), "--json"])
+        assert json.loads(told.output)["kernels"] == ["9.0"]
+
+
+def test_progress_is_shown_in_steps(capsys):
+    lines = StepLines()
+    for done in range(4):
+        lines.report("Compiling kernels", done, 3)
+    lines.report("Listing", 0, 3)
+    assert capsys.readouterr().err.splitlines() == [
+        "Compiling kernels: 0 of 3", "Compiling kernels: 3 of 3", "Listing: 0 of 3"
+    ]  # fmt: skip
 
 
 def test_the_next_medium_compiles_nothing_twice(built, tmp_path, vendor, own_wheel, cache, model):
