@@ -1,4 +1,4 @@
-"""Lists the kernels of many wishes side by side: a list takes about ten seconds of one core, all of it Python.
+"""Lists the kernels of many wishes side by side: a list takes seconds of one core, all of it Python.
 
     this process ─► a fork for each core, with its share of the wishes ─(a line of JSON for each)─► this process
 """

@@ -89,7 +89,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         came = prebuilt.of_model(model_config.raw, torch.cuda.get_device_capability(gpu.device))
         if not came and not warm_cache_hint.found(*_deciding(config, model_config, gpu)):
             compile_pool.start_early()  # so that it is ready when the weights have been loaded
-        compile_pool.load_here()
+        compile_pool.load_here(cache=not came)
     with torch.inference_mode():
         if config.load_format == "dummy":
             fill_randomly(model, device=device)

@@ -157,14 +157,15 @@ def start_early() -> None:
         _early = CompilePool()
 
 
-def load_here() -> None:
-    """In the background, load what this process needs to find compiled kernels: Triton, and Triton's hash of its own
-    files."""
+def load_here(*, cache: bool = True) -> None:
+    """In the background, load Triton. With `cache`, also what this process needs to find kernels in Triton's cache: the
+    hash of Triton's own files, which reads all of its library from the disk."""
 
     def load() -> None:
         from engine.kernels.runtime.launcher import load_compiler
 
-        load_compiler()
+        if cache:
+            load_compiler()
 
     threading.Thread(target=load, daemon=True).start()
 

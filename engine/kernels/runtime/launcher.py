@@ -262,7 +262,7 @@ def prebuilt_kernels(capability: tuple[int, int]) -> Prebuilt | None:
     that before it decides what to compile.
     """
     came = prebuilt.for_capability(capability)
-    if came is None or not torch.cuda.is_available():
+    if came is None or not torch.cuda.is_available() or capability != torch.cuda.get_device_capability():
         return came
     code = came.smallest()
     try:

@@ -69,7 +69,6 @@ class Prebuilt:
     def __init__(self, directory: Path, index: Index) -> None:
         """Raises OSError, or ValueError if the machine code is not what the index describes."""
         self.directory = directory
-        self.models = index.models
         self._kernels = dict(index.kernels)
         self._file = (directory / CODE).open("rb")
         found = os.fstat(self._file.fileno())
@@ -79,9 +78,6 @@ class Prebuilt:
 
     def __contains__(self, key: str) -> bool:
         return self.code(key) is not None
-
-    def __len__(self) -> int:
-        return len(self._kernels)
 
     def smallest(self) -> MachineCode | None:
         """A kernel to try whether the driver takes them at all."""

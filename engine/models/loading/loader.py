@@ -79,7 +79,7 @@ def load_weights(
     """Fill `model` on `device`. Raises ModelError naming the first tensor that is missing, unexpected or misshapen."""
     tensors = check_checkpoint(model_dir)
     model.adapt(tensors if model.stored is None else [plain_name(name) for name in tensors])
-    weights = model.weights()  # once: with 128 experts a layer it takes a tenth of a second and more
+    weights = model.weights()  # once: slow with thousands of experts
     _check_names(model, weights, model_dir, tensors)
     order, in_place = _order(model, weights), _in_place(weights)
     total, done = sum(tensors[name].num_bytes for name in order), 0
