@@ -14,7 +14,7 @@ _TEMPERATURE = 0.6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="+", choices=[n for n in workloads.SHAPES if not n.startswith("cpu-")],
-                        metavar="NAME", help="mixed, mixed-small, single, prefill")  # fmt: skip
+                        metavar="NAME", help="mixed, mixed-small, single, prefill, streams-4, streams-8, streams-16")  # fmt: skip
     parser.add_argument("--requests", type=int, help="only the first N requests of each workload")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each workload; the median counts (default 1)")
     add_engine_flags(parser)

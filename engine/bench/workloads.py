@@ -41,6 +41,9 @@ SHAPES = {
     "mixed": Shape(256, (100, 1024), (100, 1024)),        # throughput of chat-like lengths
     "mixed-small": Shape(64, (100, 1024), (100, 512)),
     "single": Shape(1, (128, 128), (256, 256)),           # one stream: latency of a token
+    "streams-4": Shape(4, (512, 512), (256, 256)),        # a few people at once
+    "streams-8": Shape(8, (512, 512), (256, 256)),
+    "streams-16": Shape(16, (512, 512), (256, 256)),
     "prefill": Shape(16, (8192, 8192), (1, 1)),           # how fast prompts are read
     "cpu-single": Shape(1, (32, 32), (128, 128)),
     "cpu-batch": Shape(64, (16, 128), (16, 128)),

@@ -24,6 +24,7 @@ class Linear(nn.Module):
     quantizable = True          # False: not quantised with the rest of the model (heads, routers, small gates)
     compute_dtype: torch.dtype | None = None  # set before loading: of activations on a CPU. None: the weight's dtype
     batch_invariant = False     # set before loading: one kernel for any number of rows (GPU)
+    fp8_activations = True      # set before loading: many rows may be rounded to fp8 for packed weights (GPU)
     weight: nn.Parameter
     scale: nn.Parameter | None  # the scale of a quantised weight, if its format has one
     weight_t: torch.Tensor

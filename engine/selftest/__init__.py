@@ -9,7 +9,7 @@
     nvml        which GPU is here, asked of the driver before PyTorch is loaded
     early       opens the GPU while modules load
     checks      what is computed, with the kernels and with their references      (sampling: against the CPU's sampler;
-                delta: recurrent layers; fused: kernels that do several things for a few tokens;
+                delta: recurrent layers; packed: packed weights; fused: kernels that do several things for a few tokens;
                 host: tables in host memory)
     compare     how far two results may differ
     machine     driver, GPU, memory, measured rates

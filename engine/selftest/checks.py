@@ -18,7 +18,6 @@ import torch
 from engine.kernels.attention import kernel_reference as attention_reference
 from engine.kernels.gemm import packed_weight as packed_reference
 from engine.kernels.gemm import reference as gemm_reference
-from engine.kernels.gemm.packed_weight import Kind, Packed
 from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.tiles import VECTOR_TOKENS
 from engine.kernels.pointwise import reference as pointwise_reference
@@ -50,6 +49,7 @@ class Side:
     norm: ModuleType = pointwise_reference
     packed: ModuleType = packed_reference
     int4: ModuleType = packed_reference
+    grouped: ModuleType = packed_reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
     numbers: list[torch.Tensor] = field(default_factory=list)
@@ -102,7 +102,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.attention import chunks as attention_chunks
     from engine.kernels.attention import decode as attention_decode
     from engine.kernels.attention import heads as attention_heads
-    from engine.kernels.gemm import int4_gemv, packed, small_batch
+    from engine.kernels.gemm import group_scaled, int4_gemv, packed, small_batch
     from engine.kernels.moe import experts as moe_experts
     from engine.kernels.pointwise import fused as pointwise_fused
     from engine.kernels.pointwise import inputs as pointwise_inputs
@@ -112,7 +112,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     return Side(
         device, dtype, attention_chunks, attention_decode, pointwise_fused, small_batch, pointwise_inputs,
         pointwise_quantize,
-        moe_experts, attention_heads, pointwise_norm, packed, int4_gemv, dry,
+        moe_experts, attention_heads, pointwise_norm, packed, int4_gemv, group_scaled, dry,
     )  # fmt: skip
 
 
@@ -237,36 +237,6 @@ def small_batch_gemm(side: Side, *, rows: int, out_features: int, inner: int, is
     return [numbers(y, 2)]
 
 
-def packed_product(side: Side, *, kind: Kind, rows: int, group: int, with_zero: bool = False) -> list[Result]:
-    """A small-batch GEMM with a packed weight, and the unpacked weight that large batches use."""
-    x, outputs, inner = side.strided(rows, 512), 160, 512
-    if kind == "fp8":
-        values = pointwise_reference.quantize_rows(side.randn(outputs, inner))[0]
-    else:
-        values = side.randint(256, outputs, inner // (1 if kind == "int8" else 2)).to(torch.uint8)
-    zero = side.randint(16, outputs, inner // group).to(torch.uint8) if with_zero else None
-    weight = Packed(kind, group, values, 0.02 + side.randn(outputs, inner // group).abs() * 0.002, zero)
-    with side.clock():
-        y, wide = side.packed.matmul(x, weight), side.packed.unpacked(weight, side.dtype)
-    return [numbers(y, 2), exact(wide)]
-
-
-def int4_gemv_in_layer(side: Side, *, rows: int, with_zero: bool, **options: Any) -> list[Result]:
-    """An int4 GEMV with the norm before it, and a gate or the residual stream after it."""
-    outputs, inner = 128, 1024
-    dtype = side.dtype if side.dtype.itemsize == 2 else torch.float16  # the kernel supports only 16-bit types
-    x = side.strided(rows, inner).to(dtype) * 0.1
-    values = side.randint(256, outputs, inner // 2).to(torch.uint8)
-    zero = side.randint(16, outputs, inner // 128).to(torch.uint8) if with_zero else None
-    weight = Packed("int4", 128, values, 0.02 + side.randn(outputs, inner // 128).abs() * 0.002, zero)
-    norm, bias = ((1 + side.randn(inner) * 0.1).to(dtype), 1e-5), side.randn(outputs).to(dtype)
-    if not options:
-        options["residual"] = side.randn(rows, outputs).to(dtype)
-    with side.clock():
-        y = side.int4.gemv(x, weight, bias, norm=norm, wide_offset=0.5, **options)
-    return [numbers(y, 3)]
-
-
 # Mixture of experts.
 
 
@@ -312,10 +282,11 @@ def post_norm(side: Side, *, size: int, quantize: bool) -> list[Result]:
     branch, scalar = (weights[0], y, weights[1]), 1 + side.randn(1) * 0.1
     with side.clock():
         first, others = side.norm.post_norm(
-            x, weights[2], residual, weights[3:], 1e-5, 0.0, branch=branch, scalar=scalar, quantize=quantize
-        )
-    results = fp8_rows(first) if quantize else [numbers(first, 5)]
-    return [*results, *[numbers(other, 5) for other in others], numbers(residual, 5)]
+            x, weights[2], residual, weights[3:], 1e-5, 0.0, branch=branch, scalar=scalar, quantize=quantize,
+            quantize_second=quantize,
+        )  # fmt: skip
+    results = [fp8_rows(rows) if quantize else [numbers(rows, 5)] for rows in (first, others[0])]
+    return [*results[0], *results[1], numbers(others[1], 5), numbers(residual, 5)]
 
 
 def gate_mul(side: Side, *, inner: int, kind: str, quantize: bool) -> list[Result]:
@@ -434,14 +405,6 @@ CHECKS: list[Check] = [
     ),
     Check("product 1 row fp8", partial(gemv, rows=1, out_features=1024, inner=2048, is_fp8=True), True),
     Check("product 16 rows fp8", partial(small_batch_gemm, rows=16, out_features=1024, inner=2048, is_fp8=True), True),
-    Check("packed product int4", partial(packed_product, kind="int4", rows=1, group=128)),
-    Check("packed product int4, zero points", partial(packed_product, kind="int4", rows=16, group=32, with_zero=True)),
-    Check("packed product int4, many rows", partial(packed_product, kind="int4", rows=70, group=64, with_zero=True)),
-    Check("norm, int4 product, residual", partial(int4_gemv_in_layer, rows=2, with_zero=True)),
-    Check("norm, int4 product, gate", partial(int4_gemv_in_layer, rows=1, with_zero=False, gate="silu")),
-    Check("packed product int8", partial(packed_product, kind="int8", rows=40, group=512)),
-    Check("packed product fp4", partial(packed_product, kind="fp4", rows=5, group=16)),
-    Check("packed product fp8", partial(packed_product, kind="fp8", rows=20, group=128), True),
     Check("choice of experts", choose_experts),
     Check("experts, 3 tokens", partial(experts, tokens=3, num_experts=8)),
     Check("experts, 20 tokens", partial(experts, tokens=20, num_experts=8, gate="gelu_tanh")),

@@ -32,6 +32,8 @@ from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels.gemm import cpu_format
 from engine.kernels.gemm.scaled import has_fp8_units
 from engine.kernels.runtime import compile_pool, origins, prebuilt, warm_cache_hint
+from engine.layers.linear import Linear
+from engine.layers.quant.packed_gpu import keep_int4_copies
 from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.batch_invariant import make_batch_invariant
@@ -97,6 +99,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             load_weights(model, config.model, progress, device)
         if gpu is not None:
             lock_tables(model, config, device)
+            if config.int4_copy == "auto":
+                keep_int4_copies(model, gpu.usable(config.gpu_memory_utilization) - weight_bytes(model))
 
     kv_dtype = resolve_kv_dtype(config, compute)
     page_size = config.block_size or DEFAULT_PAGE_SIZE[device.type]
@@ -188,6 +192,9 @@ def empty_model(config: EngineConfig, model_config: ModelConfig, device: torch.d
         use_kv_scales(model, tensors, is_fp8=config.kv_cache_dtype.startswith("fp8"))
     if config.quantization is not None:
         quantize(model, config.quantization, None if stored is None else stored.method, device)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.fp8_activations = config.quantized_activations == "auto" and not config.batch_invariant
     if config.batch_invariant:
         fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8") or stays_fp8(model)
         make_batch_invariant(model, fp8=fp8, fp8_units=device.type != "cuda" or has_fp8_units(device))

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     phases = Phases()
     phases.watch(engine.scheduler, "schedule", "schedule")
     if device.type == "cuda":
-        phases.watch(runner, "launch", "launch")
+        phases.watch(runner, "forward", "forward")
+        phases.watch(runner, "sample", "sample")
         phases.watch(runner, "collect", "collect")
     else:
         phases.watch(runner_module, "build_inputs", "inputs")

@@ -31,6 +31,7 @@ class Packed:
     scale    float [N, groups]
     zero     uint8 [N, groups] in an asymmetric integer format
     columns  int64 [K]: column k multiplies x[columns[k]]; for formats that reorder columns
+    block    so many rows, one after another, have the same scales
     """
 
     kind: Kind
@@ -39,6 +40,7 @@ class Packed:
     scale: torch.Tensor
     zero: torch.Tensor | None = None
     columns: torch.Tensor | None = None
+    block: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,7 +55,7 @@ class Packed:
         """The rows with these indices, in this order."""
         zero = None if self.zero is None else self.zero[index]
         values = self.values.view(torch.uint8)[index].view(self.values.dtype)
-        return replace(self, values=values, scale=self.scale[index], zero=zero)
+        return replace(self, values=values, scale=self.scale[index], zero=zero, block=1)
 
     def joins(self, other: "Packed") -> bool:
         """Whether one kernel can multiply both as one weight."""
@@ -85,7 +87,10 @@ def _above_one_another(parts: list[Packed]) -> Packed:
             if part.zero is None else part.zero for part in parts
         ])  # fmt: skip
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(first.values.dtype)
-    return replace(first, values=values, scale=torch.cat([part.scale for part in parts]), zero=zeros)
+    block = min(part.block for part in parts)
+    if any(part.block % block or part.shape[0] % block for part in parts):
+        block = 1
+    return replace(first, values=values, scale=torch.cat([part.scale for part in parts]), zero=zeros, block=block)
 
 
 def pair_distance(group: int) -> int:
@@ -143,7 +148,7 @@ def _spread(of_groups: torch.Tensor, group: int, inner: int) -> torch.Tensor:
     return wide if of_groups.shape[1] == 1 else wide.repeat_interleave(group, 1)[:, :inner]
 
 
-# -- references of the kernels in packed.py and int4_gemv.py -----------------------------------------------------------
+# -- references of the kernels in packed.py, int4_gemv.py and group_scaled.py ------------------------------------------
 
 
 def matmul(x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -164,3 +169,19 @@ def small_batch_gemm(x: torch.Tensor, packed: Packed) -> torch.Tensor:
 def unpacked(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
     """packed.unpacked."""
     return dequantize(replace(packed, columns=None), dtype)
+
+
+def group_scaled(packed: Packed) -> Packed:
+    """group_scaled.group_scaled."""
+    return packed
+
+
+def gemm(x: torch.Tensor, x_scale: torch.Tensor, packed: Packed, *, dtype: torch.dtype) -> torch.Tensor:
+    """group_scaled.gemm."""
+    return ((x.float() @ dequantize(packed, torch.float32).T) * x_scale[:, None]).to(dtype)
+
+
+def as_e4m3(packed: Packed) -> torch.Tensor:
+    """group_scaled.as_e4m3."""
+    codes = unpack_pairs(packed.values, packed.group).float() - MIDDLE["int4"]
+    return (codes / 512).to(torch.float8_e4m3fn)

@@ -15,8 +15,13 @@ def gemv(
     wide_offset: float | None = None,
     gate: str | None = None,
     residual: torch.Tensor | None = None,
+    block: int = 0,
 ) -> torch.Tensor:
     """gemm.small_batch.gemv."""
+    if block and scale is not None:
+        rows, inner = weight.shape
+        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :inner]
+        weight, scale = weight.float() * spread, None
     if norm is not None:
         normed = rms_norm(x, *norm, wide_offset=wide_offset)
         assert isinstance(normed, torch.Tensor)

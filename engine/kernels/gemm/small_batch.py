@@ -42,14 +42,17 @@ def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
+def _add_products(sums, w, xs, scales, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
     """sums[m] + w x[m] for each row m: w [BLOCK_N, BLOCK_K]; sums [BLOCK_N, BLOCK_K / PART] add up PART neighbours,
-    which one thread holds."""
+    which one thread holds. With blocks (BLOCK > 0), neighbours have a common scale."""
     wide = widened(w, tl.float32)
     result = ()
     for m in tl.static_range(ROWS):
         products = tl.reshape(wide * xs[m][None, :], [w.shape[0], w.shape[1] // PART, PART])
-        result = result + (sums[m] + tl.sum(products, 2),)  # noqa: RUF005 - Triton's tuples
+        if BLOCK == 0:
+            result = result + (sums[m] + tl.sum(products, 2),)  # noqa: RUF005 - Triton's tuples
+        else:
+            result = result + (sums[m] + tl.sum(products, 2) * scales[None, :],)  # noqa: RUF005
     return result
 
 
@@ -57,7 +60,7 @@ def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
 def _vector_product(
     program, x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PART: tl.constexpr = min(128 // w_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_K)
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -70,12 +73,17 @@ def _vector_product(
     up = w
     if GATE is not None:
         up = tl.load(up_at, mask=mask, other=0.0)
+    first = program * BLOCK_N
+    scales = _block_scales(scale_ptr, first, 0, K, BLOCK_K, PART, BLOCK)
+    up_scales = scales
+    if GATE is not None:
+        up_scales = _block_scales(scale_ptr, N + first, 0, K, BLOCK_K, PART, BLOCK)
     # Requested now because they are needed at the end, where each load would wait for the memory.
-    scale, bias = _of_outputs(scale_ptr, bias_ptr, n, n_live)
+    scale, bias = _of_outputs(scale_ptr, bias_ptr, n, n_live, BLOCK)
     up_scale = scale
     up_bias = bias
     if GATE is not None:
-        up_scale, up_bias = _of_outputs(scale_ptr, bias_ptr, N + n, n_live)
+        up_scale, up_bias = _of_outputs(scale_ptr, bias_ptr, N + n, n_live, BLOCK)
     if IN_ORDER and PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -94,11 +102,15 @@ def _vector_product(
     for at in tl.static_range(0, K, BLOCK_K):
         next_w = w
         next_up = up
+        next_scales = scales
+        next_up_scales = up_scales
         if at + BLOCK_K < K:  # load the next block while this one is multiplied
             mask = n_live[:, None] & (k < K - at - BLOCK_K)[None, :]
             next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
+            next_scales = _block_scales(scale_ptr, first, at + BLOCK_K, K, BLOCK_K, PART, BLOCK)
             if GATE is not None:
                 next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
+                next_up_scales = _block_scales(scale_ptr, N + first, at + BLOCK_K, K, BLOCK_K, PART, BLOCK)
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + at + k, mask=at + k < K, other=0.0).to(tl.float32) + offset
         xs = ()
@@ -110,11 +122,13 @@ def _vector_product(
             if norm_ptr is not None:
                 x = x * norm
             xs = xs + (x,)  # noqa: RUF005
-        sums = _add_products(sums, w, xs, ROWS, PART)
+        sums = _add_products(sums, w, xs, scales, ROWS, PART, BLOCK)
         w = next_w
+        scales = next_scales
         if GATE is not None:
-            up_sums = _add_products(up_sums, up, xs, ROWS, PART)
+            up_sums = _add_products(up_sums, up, xs, up_scales, ROWS, PART, BLOCK)
             up = next_up
+            up_scales = next_up_scales
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         factor = 1.0
@@ -130,11 +144,25 @@ def _vector_product(
 
 
 @triton.jit
-def _of_outputs(scale_ptr, bias_ptr, n, n_live):
+def _block_scales(
+    scale_ptr, first, at, K: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The scales of columns at to at + BLOCK_K in the block of outputs that begins at `first`, one for each PART
+    columns: a program's outputs share them. 1 without blocks."""
+    if BLOCK == 0:
+        return tl.full([BLOCK_K // PART], 1.0, tl.float32)
+    else:
+        GROUPS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        column = at + tl.arange(0, BLOCK_K // PART) * PART
+        return tl.load(scale_ptr + first // BLOCK * GROUPS + column // BLOCK, mask=column < K, other=0.0)
+
+
+@triton.jit
+def _of_outputs(scale_ptr, bias_ptr, n, n_live, BLOCK: tl.constexpr):
     """Scales and biases of outputs n, float32; without them 1 and 0, which cost nothing."""
     scale = 1.0
     bias = 0.0
-    if scale_ptr is not None:
+    if scale_ptr is not None and BLOCK == 0:
         scale = tl.load(scale_ptr + n, mask=n_live, other=0.0)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
@@ -145,11 +173,11 @@ def _of_outputs(scale_ptr, bias_ptr, n, n_live):
 def _vector_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _vector_product(
         tl.program_id(0), x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride,
-        eps, offset, N, K, ROWS, BLOCK_N, BLOCK_K, GATE, IN_ORDER, PDL,
+        eps, offset, N, K, ROWS, BLOCK_N, BLOCK_K, BLOCK, GATE, IN_ORDER, PDL,
     )
 
 
@@ -227,10 +255,13 @@ def gemv(
     gate: str | None = None,
     residual: torch.Tensor | None = None,
     in_order: bool = False,
+    block: int = 0,
     tiles: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
     [M, N] in x's dtype.
+
+    block: of an fp8 weight with a scale for each `block` x `block` numbers, scale [N / block, K / block].
 
     norm: (weight [K], eps) of an RMS norm of x before the GEMM; `wide_offset` as in pointwise.norm.rms_norm.
     gate: the result is this activation of the first half of the outputs times the second half, [M, N / 2].
@@ -249,7 +280,7 @@ def gemv(
     _vector_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
         x.stride(0), y.stride(0), eps, wide_offset or 0.0, N=out_features, K=inner,
-        ROWS=padded, BLOCK_N=block_n, BLOCK_K=block_k, GATE=gate, IN_ORDER=in_order, num_warps=warps,
+        ROWS=padded, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK=block, GATE=gate, IN_ORDER=in_order, num_warps=warps,
     )  # fmt: skip
     return y
 

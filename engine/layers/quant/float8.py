@@ -7,7 +7,8 @@
 Qwen and DeepSeek call the block scale `weight_scale_inv`, and multiply by it nevertheless.
 
 Activations. With a scale for the matrix or for outputs they are rounded to e4m3 with a scale for each token, which is
-at least as fine as a fixed one: `input_scale` is read and not used. With block scales they stay in 16 bits.
+at least as fine as a fixed one: `input_scale` is read and not used. With block scales they stay in 16 bits on a
+CPU; a GPU with fp8 units rounds those of more than a few tokens (packed_gpu.py).
 """
 
 from collections.abc import Mapping
@@ -59,7 +60,8 @@ class Float8(StoredFormat):
             return Packed("fp8", inner, weight, scale.reshape(out, 1))
         rows = scale.repeat_interleave(self.block[0], 0)[:out]
         narrow = stored[self.scale].dtype
-        return Packed("fp8", self.block[1], weight, rows if narrow.itemsize == 1 else rows.to(narrow))
+        rows = rows if narrow.itemsize == 1 else rows.to(narrow)
+        return Packed("fp8", self.block[1], weight, rows, block=self.block[0])
 
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         if self.strategy != "block":

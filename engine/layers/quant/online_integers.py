@@ -24,7 +24,7 @@ from engine.kernels.gemm.packed_weight import Packed, pack_pairs
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides
 from engine.layers.quant.integers import packed_bytes
-from engine.layers.quant.stored import use_packed
+from engine.layers.quant.packed_gpu import use_packed
 from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 
 _BLOCK_ELEMENTS = 1 << 18  # quantised at a time: float32 copies that stay in a core's cache

@@ -5,14 +5,14 @@ and shapes of its tensors, and how to read them into the packed form (kernels/ge
 create the tensors that the loader fills, and join the matrices of a layer: a fused layer has several (q, k and v), each
 of which may have a format of its own, or none.
 
-On a GPU the weights stay packed (kernels/gemm/packed.py). On a CPU they are dequantised to the model's dtype, and
+On a GPU the weights stay packed (packed_gpu.py). On a CPU they are dequantised to the model's dtype, and
 unquantized.py chooses the library that multiplies them.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,12 +20,12 @@ from torch import nn
 from engine.errors import ModelError
 from engine.kernels.gemm.packed_weight import Packed, dequantize, joined
 from engine.layers.quant import fp8
-from engine.layers.quant.base import ExpertLayer, ExpertMethod, Gemm, LinearLayer, LinearMethod, Tensors
+from engine.layers.quant.base import ExpertLayer, ExpertMethod, LinearLayer, LinearMethod, Tensors
+from engine.layers.quant.packed_gpu import use_packed
+from engine.layers.quant.rounded_inputs import Inputs, round_rows, rounding_inputs
 from engine.layers.quant.unquantized import UNQUANTIZED
 from engine.layers.weight_memory import empty_parameter, for_good
 from engine.message import msg
-
-Inputs = Literal["fp8", "int8"] | None  # what activations are rounded to, with one scale for each token
 
 
 class Spec(NamedTuple):
@@ -162,18 +162,6 @@ class _Parts:
         return total
 
 
-@dataclass(slots=True)
-class PackedParts:
-    """What a GPU multiplies with: one weight, or several above one another; `order`: of their joint outputs."""
-
-    parts: list[Packed | torch.Tensor]
-    order: torch.Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts) + (0 if self.order is None else self.order.nbytes)
-
-
 class StoredLinear(LinearMethod):
     """A linear layer whose matrices are quantised in the checkpoint."""
 
@@ -209,7 +197,7 @@ class StoredLinear(LinearMethod):
                 weight = weight[layer.order]
             layer.weight = nn.Parameter(weight, requires_grad=False)
             UNQUANTIZED.linear.finalize(layer, keep_weight=keep_weight)
-            layer.gemm = _rounding_inputs(layer.gemm, self._parts.inputs)
+            layer.gemm = rounding_inputs(layer.gemm, self._parts.inputs)
         layer.order = None
 
     def num_bytes(self, layer: LinearLayer) -> int:
@@ -232,88 +220,6 @@ def _use_fp8(layer: Any, matrices: Sequence[Packed | torch.Tensor]) -> None:
             whole = whole.rows(layer.order)
         scale = whole.scale.float().flatten().contiguous()
     fp8.use_weight(layer, whole.values, scale, layer.weight.dtype)
-
-
-def use_packed(layer: Any, matrices: Sequence[Packed | torch.Tensor], inputs: Inputs) -> None:
-    """On a GPU: multiply with the matrices packed; neighbours of one kind become one."""
-    with for_good():
-        pieces: list[Packed | torch.Tensor] = []
-        run: list[Packed] = []
-        for matrix in (*matrices, None):
-            if isinstance(matrix, Packed):
-                run.append(matrix)
-                continue
-            pieces.extend(joined(run))
-            run = []
-            if matrix is not None:
-                pieces.append(matrix.clone())
-        order = getattr(layer, "order", None)
-        if order is not None and len(pieces) == 1 and isinstance(pieces[0], Packed):
-            pieces[0] = pieces[0].rows(order)
-            order = None
-        elif order is not None:
-            order = order.clone()
-        layer.packed = PackedParts(pieces, order)
-    layer.gemm = _rounding_inputs(_gemm_of(layer), inputs)
-
-
-def _gemm_of(layer: Any) -> Gemm:
-    """With a GEMV that fuses what surrounds it, where the whole layer is one weight that it reads."""
-    from engine.kernels.gemm import int4_gemv
-
-    pieces: PackedParts = layer.packed
-    whole = pieces.parts[0]
-    if len(pieces.parts) > 1 or pieces.order is not None or not isinstance(whole, Packed):
-        return ON_PACKED
-    if whole.columns is not None or not int4_gemv.supports(whole, layer.weight.dtype):
-        return ON_PACKED
-    return Gemm(_on_packed, gemv=_int4_gemv, gemv_rows=int4_gemv.MOST_ROWS)
-
-
-def _int4_gemv(layer: Any, x: torch.Tensor, **around: Any) -> torch.Tensor:
-    from engine.kernels.gemm import int4_gemv
-
-    return int4_gemv.gemv(x, layer.packed.parts[0], layer.bias, **around)
-
-
-def _on_packed(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    from engine.kernels.gemm import packed
-
-    whole: PackedParts = layer.packed
-    results = []
-    for part in whole.parts:
-        if isinstance(part, Packed):
-            results.append(packed.matmul(x, part, batch_invariant=layer.batch_invariant))
-        else:
-            results.append(torch.nn.functional.linear(x, part))
-    y = results[0] if len(results) == 1 else torch.cat(results, -1)
-    if whole.order is not None:
-        y = y[:, whole.order]
-    return y if layer.bias is None else y.add_(layer.bias)
-
-
-ON_PACKED = Gemm(_on_packed)
-
-
-def round_rows(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """x [T, K], rounded as a format's activations are."""
-    if inputs == "fp8":
-        return fp8.dequantize(*fp8.quantize_rows(x), x.dtype)
-    return _round_int8_rows(x) if inputs == "int8" else x
-
-
-def _round_int8_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] as int8 would store it, with a scale for each row: round(x / scale) * scale. As in compressed-tensors,
-    scale = max |row| / 127.5."""
-    wide = x.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / 127.5).clamp_(min=1e-12)
-    return (wide / scale).round_().clamp_(-128, 127).mul_(scale).to(x.dtype)
-
-
-def _rounding_inputs(gemm: Gemm, inputs: Inputs) -> Gemm:
-    if inputs is None:
-        return gemm
-    return Gemm(lambda layer, x: gemm.run(layer, round_rows(x, inputs)))
 
 
 class StoredExperts(ExpertMethod):

@@ -31,9 +31,15 @@ _GEMV_ALIGN = 16       # elements of a weight's row: our kernel reads them 16 by
 _PACK_ROWS = 1         # rows that oneDNN chooses its blocked layout for; larger batches run well on it too
 
 
+def _dtype_of(layer: LinearLayer | ExpertLayer) -> torch.dtype | None:
+    """The dtype that the layer was built with; None while it is being built."""
+    weight = getattr(layer, "weight", None)
+    return None if weight is None else weight.dtype
+
+
 class Unquantized(LinearMethod):
     def create(self, layer: LinearLayer) -> None:
-        layer.weight = empty_parameter(layer.out_features, layer.in_features)
+        layer.weight = empty_parameter(layer.out_features, layer.in_features, dtype=_dtype_of(layer))
 
     def tensors(self, layer: LinearLayer, outputs: slice) -> Tensors:
         found = {"weight": layer.weight[outputs]}
@@ -119,7 +125,8 @@ class UnquantizedExperts(ExpertMethod):
     fused = True
 
     def create(self, layer: ExpertLayer) -> None:
-        layer.weight = empty_parameter(layer.num_experts, layer.out_features, layer.in_features)
+        shape = layer.num_experts, layer.out_features, layer.in_features
+        layer.weight = empty_parameter(*shape, dtype=_dtype_of(layer))
 
     def tensors(self, layer: ExpertLayer, expert: int | slice, outputs: slice) -> Tensors:
         return {"weight": layer.weight[expert, outputs]}

@@ -28,7 +28,7 @@ from engine.kernels.attention import batch_invariant as attention_batch_invarian
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads as attention_heads
-from engine.kernels.gemm import batch_invariant, int4_gemv, packed, scaled_kernel, small_batch
+from engine.kernels.gemm import batch_invariant, group_scaled, int4_gemv, packed, scaled_kernel, small_batch
 from engine.kernels.gemm.packed_weight import Packed
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
@@ -173,6 +173,20 @@ def run_all(gpu):
     with_fp8_weights(gpu.fp8_units)
     if gpu.fp8_units:
         with_fp8_activations()
+        for kind in ("int4", "fp8"):
+            group_scaled_products(kind)
+
+
+def group_scaled_products(kind):
+    for outputs in (4096, 6144, 24576):
+        values = zeros(outputs, 4096, dtype=FP8) if kind == "fp8" else zeros(outputs, 2048, dtype=torch.uint8)
+        weight = group_scaled.group_scaled(Packed(kind, 128, values, zeros(outputs, 32)))
+        for rows in (8, 32, 64, 128, 200):
+            group_scaled.gemm(zeros(rows, 4096, dtype=FP8), zeros(rows, dtype=torch.float32), weight, dtype=BF16)
+        if kind == "int4":
+            group_scaled.as_e4m3(weight)
+    if kind == "fp8":
+        small_batch.gemv(zeros(1, 4096), weight.values, weight.scale, norm=(zeros(4096), 1e-6), gate="silu", block=128)
 
 
 def packed_products(kind, group, scales):
@@ -226,7 +240,7 @@ def with_fp8_activations():
     quantize.quantize_rows(zeros(3, 6144))
     post_norm(5376, 1, quantize=True)
     post_norm(1536, 0, quantize=True)
-    post_norm(2816, 3, quantize=True)
+    post_norm(2816, 3, quantize=True, quantize_second=True)
     norm.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
     fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
     fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
