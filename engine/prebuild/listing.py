@@ -9,6 +9,7 @@ from engine.core.kv.spec import CacheSpec
 from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.runtime.launcher import Job, recording
 from engine.layers.quant import fp8
+from engine.layers.quant.packed_gpu import keep_int4_copies
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_with_nothing
 from engine.prebuild.without_gpu import GPU, without_gpu
@@ -36,6 +37,8 @@ def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
         free = int(total * config.gpu_memory_utilization) - loaded_bytes(model)
         seqs, tokens = gpu_defaults(config, model_config, spec, dtype, total, free)
         fill_with_nothing(model)
+        if config.int4_copy == "auto":
+            keep_int4_copies(model, free)
         kernels_of_a_start(
             model, spec, resolve_kv_dtype(config, dtype), config.max_num_batched_tokens or tokens,
             config.max_num_seqs or seqs, GPU,
