@@ -13,15 +13,16 @@ from installer.service.log_file import tail
 TIMEOUT = 2.0
 _LOG_LINES = 4000   # lines of a prefix installation's log that are searched for the last plan
 _ENGINE_USER = "atoll-engine"
-_LOGGED = {"memory_plan": "Memory plan", "planned": "Planned memory in numbers: "}  # beginnings of these log lines
+# Beginnings of these log lines.
+_LOGGED = {"memory_plan": "Memory plan", "planned": "Planned memory in numbers: ", "kernels": "Kernels: "}
 
 
 def engine_facts(layout: Layout, models: list[str]) -> dict[str, dict[str, Any]]:
     """Instance → what its engine reports: memory_plan (a table), max_model_len, cache_tokens, max_num_seqs, device,
-    dtype.
+    dtype, kernels (how many came with the release, were in the cache, were compiled).
 
-    Read from the engine's socket in the system form (root, or the group atoll-api); in the prefix form only the plan,
-    from the log. An engine that does not answer is left out.
+    Read from the engine's socket in the system form (root, or the group atoll-api); in the prefix form only the plan
+    and the kernels, from the log. An engine that does not answer is left out.
     """
     if not layout.system:
         plan = _plan_in(tail(layout.log, _LOG_LINES, limit=4 << 20))
@@ -55,6 +56,7 @@ async def _ask(path: Path) -> dict[str, Any] | None:
         "cache_tokens": max(0, info.num_pages - 1) * info.page_size,
         "memory_plan": info.memory_plan,
         "load_seconds": info.load_seconds,
+        "kernels": info.kernels,
     }
 
 
@@ -68,7 +70,7 @@ def _policy() -> Any:
 
 
 def _plan_in(lines: list[str]) -> dict[str, Any]:
-    """The last memory plan in the log: as a table, and as numbers."""
+    """The last memory plan in the log, as a table and as numbers, and where the kernels came from."""
     found: dict[str, Any] = {}
     for line in reversed(lines):
         for name, beginning in _LOGGED.items():
@@ -79,6 +81,9 @@ def _plan_in(lines: list[str]) -> dict[str, Any]:
             break
     if "planned" in found:
         found["planned"] = json.loads(found["planned"].removeprefix(_LOGGED["planned"]))
+    if "kernels" in found:
+        numbers = [int(word) for word in found["kernels"].split() if word.isdecimal()]
+        found["kernels"] = dict(zip(("release", "cached", "compiled"), numbers, strict=False))
     return found
 
 

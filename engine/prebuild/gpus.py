@@ -16,6 +16,8 @@ class Gpu(NamedTuple):
 
 GPUS = {
     "a100": Gpu(Target((8, 0), 166_912, 108, "A100"), 79 * _GIB),
+    "a10": Gpu(Target((8, 6), 101_376, 72, "A10"), 22 * _GIB),
+    "l4": Gpu(Target((8, 9), 101_376, 58, "L4"), 22 * _GIB),
     "l40s": Gpu(Target((8, 9), 101_376, 142, "L40S"), 44 * _GIB),
     "rtx4090": Gpu(Target((8, 9), 101_376, 128, "RTX 4090"), 23 * _GIB),
     "h100": Gpu(H100._replace(name="H100"), 79 * _GIB),

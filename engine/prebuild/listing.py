@@ -1,11 +1,15 @@
 """Which kernels a start with these flags needs on a GPU that is not here: the list that the start itself makes."""
 
+from unittest.mock import patch
+
 import torch
 
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.spec import CacheSpec
 from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.runtime.launcher import Job, recording
+from engine.layers.quant import fp8
+from engine.layers.quant.packed_gpu import keep_int4_copies
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_with_nothing
 from engine.prebuild.without_gpu import GPU, without_gpu
@@ -22,7 +26,8 @@ def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
     """
     model_config = ModelConfig.load(config.model)
     dtype = resolve_dtype(config, model_config)
-    with without_gpu(target), recording(target) as jobs, torch.inference_mode():
+    quick = patch.object(fp8, "quantize_weight", _without_content)
+    with quick, without_gpu(target), recording(target) as jobs, torch.inference_mode():
         model = empty_model(config, model_config, GPU)
         page_size = config.block_size or DEFAULT_PAGE_SIZE["cuda"]
         spec = CacheSpec(tuple(model.cache_layers()), resolve_kv_dtype(config, dtype).itemsize, page_size)
@@ -32,8 +37,15 @@ def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
         free = int(total * config.gpu_memory_utilization) - loaded_bytes(model)
         seqs, tokens = gpu_defaults(config, model_config, spec, dtype, total, free)
         fill_with_nothing(model)
+        if config.int4_copy == "auto":
+            keep_int4_copies(model, free)
         kernels_of_a_start(
             model, spec, resolve_kv_dtype(config, dtype), config.max_num_batched_tokens or tokens,
             config.max_num_seqs or seqs, GPU,
         )  # fmt: skip
     return set(jobs)
+
+
+def _without_content(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of fp8.quantize_weight, which takes minutes for a large model: the same shapes."""
+    return torch.empty(weight.shape, dtype=fp8.FP8), torch.empty(weight.shape[0], dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Compiles variants and writes them in the form that engine/kernels/runtime/prebuilt.py reads.
 
-A run that was interrupted continues: Triton's cache has what was compiled, and the directory what was written. The
-index comes last, so a directory is either complete or what the run before had made of it.
+A run that was interrupted continues: Triton's cache has what was compiled. The index is written last, and names the
+hash of each kernel, so a reader never takes one for another.
 """
 
 import hashlib
@@ -13,76 +13,81 @@ from pathlib import Path
 import triton
 
 from engine.kernels.runtime import compile_pool, prebuilt
-from engine.kernels.runtime.compile_ahead import line_of, longest_first
-from engine.kernels.runtime.launcher import Job, KernelError, machine_code, variant_key
+from engine.kernels.runtime.compile_ahead import job_of, longest_first
+from engine.kernels.runtime.launcher import KernelError, MachineCode, machine_code, variant_key
 
 Progress = Callable[[int, int], None]
 
 
 def compile_into(
     directory: Path,
-    jobs: Iterable[Job],
+    lines: Iterable[str],
     capability: tuple[int, int],
     models: Iterable[str] = (),
     progress: Progress | None = None,
+    *,
+    add: bool = True,
 ) -> dict[str, str]:
-    """Add these variants to `directory`, which has one folder for each compute capability. `models`: the model_key of
-    those whose kernels are listed completely. Returns why some could not be compiled, by kernel: a server does that.
+    """Compile these variants (compile_ahead.line_of) into `directory`, which has one folder for each compute
+    capability. With `add`, what an earlier call has left there stays. `models`: the model_key of those whose kernels
+    are listed completely. Returns why some could not be compiled, by kernel: a server tries them again.
     """
     place = directory / ".".join(map(str, capability))
     place.mkdir(parents=True, exist_ok=True)
     toolchain = prebuilt.toolchain(capability)
-    index = _earlier(place, toolchain)
-    by_line = {line_of(job, capability): job for job in jobs}
-    missing = {line: job for line, job in by_line.items() if variant_key(job, capability) not in index.kernels}
-    kernels, errors = dict(index.kernels), {}
+    jobs = {line: job_of(line) for line in longest_first(set(lines))}
+    keys = {line: variant_key(job, capability) for line, job in jobs.items()}
+    codes, known = _earlier(place, toolchain)
+    if not add:
+        codes, known = {key: code for key, code in codes.items() if key in keys.values()}, set()
+    missing = [line for line in jobs if keys[line] not in codes]
+    errors: dict[str, str] = {}
     if missing:
-        order = longest_first(missing)
         pool = compile_pool.take()
-        pool.submit(order)
+        pool.submit(missing)
         pool.seal()
-        for done, line in enumerate(order, len(by_line) - len(missing)):
+        for done, line in enumerate(missing, len(jobs) - len(missing)):
             if progress:
-                progress(done, len(by_line))
-            job = missing[line]
+                progress(done, len(jobs))
             failed = pool.wait([line])
             try:
                 if failed:
                     raise KernelError(failed[line])
-                code = machine_code(job, capability)
+                codes[keys[line]] = machine_code(jobs[line], capability)
             except KernelError as error:
-                errors[job.kernel.name] = str(error)
-                continue
-            key = variant_key(job, capability)
-            _write(place / f"{key}.cubin", code.cubin)
-            kernels[key] = code.function, code.num_warps, code.shared, hashlib.sha256(code.cubin).hexdigest()
+                errors[jobs[line].kernel.name] = str(error)
         pool.close()
     if progress:
-        progress(len(by_line), len(by_line))
-    _write(place / prebuilt.INDEX, _text(toolchain, {*index.models, *models}, kernels))
-    _remove_others(place, kernels)
+        progress(len(jobs), len(jobs))
+    _write_all(place, toolchain, known | set(models), codes)
     return errors
 
 
-def _earlier(place: Path, toolchain: str) -> prebuilt.Index:
-    """What an earlier run of the same Triton has left, as far as its files are whole."""
-    nothing = prebuilt.Index(toolchain, frozenset(), {})
+def _earlier(place: Path, toolchain: str) -> tuple[dict[str, MachineCode], set[str]]:
+    """The whole kernels and the models that an earlier run of the same Triton has left."""
     try:
         index = prebuilt.read_index(place / prebuilt.INDEX)
+        found = prebuilt.Prebuilt(place, index)
     except (OSError, ValueError):
-        return nothing
+        return {}, set()
     if index.toolchain != toolchain:
-        return nothing
-    found = prebuilt.Prebuilt(place, index)
-    return index._replace(kernels={key: entry for key, entry in index.kernels.items() if key in found})
+        return {}, set()
+    codes = {key: found.code(key) for key in index.kernels}
+    return {key: code for key, code in codes.items() if code is not None}, set(index.models)
 
 
-def _text(toolchain: str, models: set[str], kernels: dict[str, tuple[str, int, int, str]]) -> bytes:
+def _write_all(place: Path, toolchain: str, models: set[str], codes: dict[str, MachineCode]) -> None:
+    entries, offset = {}, 0
+    for key, code in sorted(codes.items()):
+        digest = hashlib.sha256(code.cubin).hexdigest()
+        entries[key] = prebuilt.Entry(code.function, code.num_warps, code.shared, offset, len(code.cubin), digest)
+        offset += len(code.cubin)
+    _write(place / prebuilt.CODE, b"".join(code.cubin for _, code in sorted(codes.items())))
     body = {
         "format": prebuilt.FORMAT, "triton": triton.__version__, "toolchain": toolchain, "models": sorted(models),
-        "kernels": dict(sorted(kernels.items())),
+        "kernels": entries,
     }  # fmt: skip
-    return (json.dumps(body, indent=1) + "\n").encode()
+    _write(place / prebuilt.INDEX, (json.dumps(body, indent=1) + "\n").encode())
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -90,10 +95,3 @@ def _write(path: Path, content: bytes) -> None:
     new.write_bytes(content)
     new.chmod(0o644)  # whatever the umask: the reader refuses what others can write to
     os.replace(new, path)
-
-
-def _remove_others(place: Path, kernels: Iterable[str]) -> None:
-    named = {prebuilt.INDEX, *(f"{key}.cubin" for key in kernels)}
-    for path in place.iterdir():
-        if path.name not in named:
-            path.unlink()

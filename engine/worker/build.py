@@ -31,7 +31,7 @@ from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels.gemm import cpu_format
 from engine.kernels.gemm.scaled import has_fp8_units
-from engine.kernels.runtime import compile_pool, prebuilt, warm_cache_hint
+from engine.kernels.runtime import compile_pool, origins, prebuilt, warm_cache_hint
 from engine.layers.linear import Linear
 from engine.layers.quant.packed_gpu import keep_int4_copies
 from engine.message import msg
@@ -91,7 +91,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         came = prebuilt.of_model(model_config.raw, torch.cuda.get_device_capability(gpu.device))
         if not came and not warm_cache_hint.found(*_deciding(config, model_config, gpu)):
             compile_pool.start_early()  # so that it is ready when the weights have been loaded
-        compile_pool.load_here()
+        compile_pool.load_here(cache=not came)
     with torch.inference_mode():
         if config.load_format == "dummy":
             fill_randomly(model, device=device)
@@ -292,6 +292,7 @@ def _start_on_gpu(
             progress("recording graphs", 0, 1)
         runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
     log.info("%s", outcome(plan, gpu))
+    log.info("%s", origins.line())
     gc.collect()
     gc.freeze()  # objects from start-up live until the end: keep collections from traversing them
     return runner
@@ -376,4 +377,5 @@ def _describe(
         "device": str(device),
         "hidden_size": config.hidden_size,
         "memory_plan": plan.table(),
+        "kernels": origins.counts() if device.type == "cuda" else {},
     }

@@ -4,7 +4,7 @@
       install.sh     identical on every medium of one version, so that the vendor can announce its SHA-256 by letter
       vendor.pub     not trusted by itself: install.sh only accepts it if its fingerprint is the one the operator gives
       README.txt
-      runtime/       bundle.json model.sig wheels/ pip/ requirements/ setup/ units/ docs/ licenses/ sbom/
+      runtime/       bundle.json model.sig wheels/ pip/ requirements/ setup/ units/ docs/ licenses/ sbom/ kernels/
 
 Model bundles go beside runtime/. There is no C stub of Triton: the engine's launcher compiles with the assembler that
 Triton brings and starts kernels through the CUDA driver's API, so the server needs no compiler.
@@ -35,6 +35,7 @@ from offline_bundle.runtime import download, licenses, resolve
 from offline_bundle.runtime import verify as runtime_verify
 from offline_bundle.runtime import wheels as runtime_wheels
 from offline_bundle.runtime.download import Downloader, DownloadPlan
+from offline_bundle.runtime.kernels import Kernels, Wish, compile_kernels
 from offline_bundle.runtime.manifest import ROLE_OF_FOLDER, RuntimeFile, RuntimeManifest, RuntimeRequires
 from offline_bundle.runtime.resolve import Pick, Pip, Source, Torch
 from offline_bundle.runtime.wheels import Wheel
@@ -53,6 +54,7 @@ class BuiltRuntime:
     manifest: RuntimeManifest
     fingerprint: str
     install_sha256: str
+    kernels: Kernels
 
 
 def build_runtime(
@@ -68,13 +70,15 @@ def build_runtime(
     packages: Sequence[str] | None = None,
     own_wheel: Path | None = None,
     wheels: Path | None = None,
+    kernels: Sequence[Wish] = (),
 ) -> BuiltRuntime:
     """Collect, describe and sign the runtime into `out`. `out/runtime` must not exist.
 
     `pythons` are interpreters (with pip) of the versions that the servers have; by default the one that runs this.
     `wheels` is a directory to take packages from instead of an index. `packages` replaces the dependencies of our
-    wheel, and `own_wheel` the wheel itself (a vendor's own build). `planned` is called with the downloads before they
-    start. Progress stages: ``resolve`` (in steps), ``download``, ``read`` and ``verify`` (in bytes).
+    wheel, and `own_wheel` the wheel itself (a vendor's own build). `kernels`: what GPU kernels are compiled for; they
+    need the CUDA build, whose packages bring Triton. `planned` is called with the downloads before they start. Progress
+    stages: ``resolve`` (in steps), ``download``, ``read``, ``verify`` (in bytes), and those of `compile_kernels`.
 
     Raises BundleError with exit code 2 (an argument, or the target exists), 11 (a package that cannot be shipped), 13
     (pip could not get a package), 30 (space or I/O), 75 (another build into `out`). The target appears only when it is
@@ -92,12 +96,14 @@ def build_runtime(
         raise BundleError(
             t("The sequence is a whole number from 1."), t("Raise it with every release: --sequence N"), USAGE
         )
-    ingredients = _Ingredients(pythons or [runtime_wheels.default_python()], torch, packages, own_wheel, wheels)
+    ingredients = _Ingredients(
+        pythons or [runtime_wheels.default_python()], torch, packages, own_wheel, wheels, kernels
+    )
     try:
         with _directories(out) as (scratch, downloads):
             partial = scratch / "runtime"
             partial.mkdir()
-            requires, version = _collect(partial, downloads, ingredients, planned, progress)
+            requires, version, compiled = _collect(partial, downloads, ingredients, planned, progress)
             manifest = _describe(partial, sequence, requires, version)
             text = manifest.to_bytes()
             resources = {f.path: f.sha256 for f in manifest.files} | {MANIFEST: hashlib.sha256(text).hexdigest()}
@@ -115,7 +121,7 @@ def build_runtime(
             sync_directory(out)
     except OSError as e:
         raise write_failed(out, e) from e
-    return BuiltRuntime(out, manifest, public.fingerprint, hashlib.sha256(install).hexdigest())
+    return BuiltRuntime(out, manifest, public.fingerprint, hashlib.sha256(install).hexdigest(), compiled)
 
 
 @contextmanager
@@ -149,6 +155,7 @@ class _Ingredients:
     packages: Sequence[str] | None
     own_wheel: Path | None
     wheels: Path | None
+    kernels: Sequence[Wish]
 
 
 class _WheelCollection:
@@ -214,8 +221,8 @@ def _collect(
     ingredients: _Ingredients,
     planned: Callable[[DownloadPlan], None],
     progress: Progress,
-) -> tuple[RuntimeRequires, str]:
-    """Fill every folder of the runtime; returns what it requires, and its version."""
+) -> tuple[RuntimeRequires, str, Kernels]:
+    """Fill every folder of the runtime; returns what it requires, its version, and which kernels it has."""
     for folder in ROLE_OF_FOLDER:
         (partial / folder).mkdir()
     collection = _WheelCollection(partial, downloads, ingredients, progress)
@@ -240,7 +247,15 @@ def _collect(
             t("Look at 'pip config list': extra indexes may offer only the other build."),
             CONTENT,
         )
+    compiled = Kernels()
+    if ingredients.kernels:
+        python = ingredients.pythons[0]
+        name = f"cp{Pip(python).version.replace('.', '')}.txt"
+        compiled = compile_kernels(
+            partial, Pip(python, pip), partial / "requirements" / name, max(installed), ingredients.kernels, progress
+        )
     copied = sum(w.path.stat().st_size for w in every) + pip.stat().st_size
+    copied += sum(size for _, size in compiled.made.values())
     requires = RuntimeRequires(
         arch=platform.machine(),
         python=tuple(sorted(collection.picks, key=lambda v: tuple(int(n) for n in v.split(".")))),
@@ -251,7 +266,7 @@ def _collect(
         disk_bytes=copied + max(installed) + 64 * limits.MIB,
         unpacked_bytes=max(sizes),
     )
-    return requires, ours.version
+    return requires, ours.version, compiled
 
 
 def _add_texts(partial: Path, wheels: Sequence[Wheel]) -> None:

@@ -1,5 +1,6 @@
 """bundle.json of a runtime: the code half of what goes on a medium, and what it requires of a server."""
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -7,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 from offline_bundle.bundle.manifest import Bytes, File, Manifest, Strict
 from offline_bundle.text import t
 
-Role = Literal["wheel", "tool", "requirements", "setup", "unit", "doc", "license", "sbom"]
+Role = Literal["wheel", "tool", "requirements", "setup", "unit", "doc", "license", "sbom", "kernels"]
 ROLE_OF_FOLDER: dict[str, Role] = {
     "wheels": "wheel",  # every package
     "pip": "tool",  # the installer, itself a wheel, run from there
@@ -17,7 +18,9 @@ ROLE_OF_FOLDER: dict[str, Role] = {
     "docs": "doc",
     "licenses": "license",
     "sbom": "sbom",
+    "kernels": "kernels",  # machine code for GPUs, a folder for each compute capability
 }
+_KERNELS = re.compile(r"kernels/[0-9]{1,2}\.[0-9]/(index\.json|kernels\.bin)")
 Minor = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\z")]
 Short = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._+-]{1,64}\z")]
 
@@ -43,7 +46,8 @@ class RuntimeFile(File):
     @model_validator(mode="after")
     def _in_its_folder(self) -> Self:
         folder, slash, _ = self.path.partition("/")
-        if not slash or ROLE_OF_FOLDER.get(folder) != self.role:
+        is_odd = self.role == "kernels" and not _KERNELS.fullmatch(self.path)
+        if not slash or ROLE_OF_FOLDER.get(folder) != self.role or is_odd:
             raise ValueError(t("{path}: a file with role {role} does not belong there", path=self.path, role=self.role))
         return self
 

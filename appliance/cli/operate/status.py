@@ -76,7 +76,8 @@ def rows(facts: dict[str, Any], *, plan: bool = False) -> list[tuple[str, str]]:
                  version=model["version"], sequence=model["sequence"], digest=str(model["digest"])[:16],
                  key=str(model["key_fingerprint"])[:16])
         found.append((t("model"), text))
-        found += _memory(facts["engines"].get(model["instance"], {}), plan)
+        engine = facts["engines"].get(model["instance"], {})
+        found += [*_memory(engine, plan), *_kernels(engine)]
         for replica in (name for name, of in facts["replicas"].items() if of == model["instance"]):
             found.append((t("replica"), t("{replica} of {model}", replica=replica, model=model["instance"])))
             found += _memory(facts["engines"].get(replica, {}), plan)
@@ -123,6 +124,16 @@ def _memory(engine: dict[str, Any], full: bool) -> list[tuple[str, str]]:
                  context=planned["max_model_len"])  # fmt: skip
         return [(t("memory"), text)]
     return []
+
+
+def _kernels(engine: dict[str, Any]) -> list[tuple[str, str]]:
+    """Where the GPU kernels of the last start came from: those that had to be compiled made it slower."""
+    counts = engine.get("kernels") or {}
+    if not any(counts.values()):
+        return []
+    text = t("{release} came with the release, {cached} were in the cache, {compiled} were compiled at the last start",
+             release=counts.get("release", 0), cached=counts.get("cached", 0), compiled=counts.get("compiled", 0))
+    return [(t("kernels"), text)]
 
 
 def _service(facts: dict[str, Any]) -> list[tuple[str, str]]:

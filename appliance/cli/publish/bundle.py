@@ -97,13 +97,28 @@ def build(
         Path | None,
         typer.Option(help="With --runtime: take packages from this directory, not from an index.", show_default=False),
     ] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", show_default="all of 'atoll presets'",
+            help="With --runtime: compile the kernels for this GPU, such as h100; repeatable; none for no kernels.",
+        ),
+    ] = None,
+    for_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", show_default="all of 'atoll presets'",
+            help="With --runtime: compile the kernels of this model of 'atoll presets', or of this model directory; "
+                 "repeatable.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a signed bundle of a model directory, or (--runtime) of the code that serves it.
 
     A model bundle holds only safetensors weights, tokenizer data and text; code, pickles and links are refused.
     A runtime holds Atoll's wheel, every package it needs (chosen by pip with your pip settings), pip itself, documents
-    and licences, and install.sh, which needs only a shell and python3 on the server.
+    and licences, the compiled GPU kernels, and install.sh, which needs only a shell and python3 on the server.
     The passphrase of an encrypted key is asked for on the terminal.
 
     \b
@@ -114,6 +129,8 @@ def build(
         --exclude '.git*' --out /mnt/usb
       atoll bundle build --runtime /mnt/usb --torch cuda --sequence 7 \\
         --key ~/.config/atoll/keys/vendor.key --python /usr/bin/python3.12
+      atoll bundle build --runtime /mnt/usb --gpu h100 --gpu l40s --for-model qwen3.6-27b \\
+        --sequence 8 --key ~/.config/atoll/keys/vendor.key
     """
     with json_errors(as_json):
         if runtime is not None:
@@ -121,8 +138,9 @@ def build(
                 raise BundleError(
                     t("Give a model or --runtime, not both."), t("Build the two one after the other."), USAGE
                 )
+            kernels = bundle_runtime.kernel_wishes(torch.value, gpu or (), for_model or ())
             passphrase = _ask_passphrase(key) if is_encrypted(key) else None
-            more = {"pythons": python or [], "wheels": wheels, "passphrase": passphrase}
+            more = {"pythons": python or [], "wheels": wheels, "passphrase": passphrase, "kernels": kernels}
             bundle_runtime.build(runtime, key, sequence, torch.value, **more, as_json=as_json)
             return
         needed = {"MODEL": model, "--version": version, "--license": license_id}

@@ -11,11 +11,14 @@ from appliance.cli.common import say, say_rows
 from appliance.cli.view.byte_progress import byte_progress, size
 from appliance.cli.view.fingerprint import grouped, word_lines
 from appliance.cli.view.json_output import emit
+from appliance.cli.view.step_lines import StepLines
+from installer.base.errors import InstallError
 from installer.base.i18n import joined, t
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.progress import Progress
 from offline_bundle.runtime.build import build_runtime
 from offline_bundle.runtime.download import DownloadPlan
+from offline_bundle.runtime.kernels import Wish
 from offline_bundle.runtime.manifest import RuntimeManifest
 from offline_bundle.runtime.resolve import Torch
 from offline_bundle.runtime.verify import inspect_runtime, verify_runtime
@@ -24,6 +27,10 @@ from offline_bundle.signing.keys import load_trusted, refuse_from_medium
 
 _LABELS = {
     "download": t("Fetching packages"), "read": t("Reading packages"), "verify": t("Verifying"),
+}  # fmt: skip
+_STEPS = {
+    "unpack": t("Unpacking the packages that compile kernels"), "list": t("Listing the kernels of each model and GPU"),
+    "compile": t("Compiling kernels"),
 }  # fmt: skip
 
 
@@ -36,6 +43,7 @@ def build(
     pythons: list[Path],
     wheels: Path | None,
     passphrase: bytes | None,
+    kernels: Sequence[Wish],
     as_json: bool,
 ) -> None:
     """Build the runtime half of a medium, and print the hashes that the vendor gives out separately."""
@@ -48,16 +56,20 @@ def build(
             pythons=pythons,
             wheels=wheels,
             passphrase=passphrase,
+            kernels=kernels,
             progress=progress,
             planned=lambda plan: None if as_json else show_plan(plan),
         )
     if as_json:
         extra = {"key_fingerprint": made.fingerprint, "install_sha256": made.install_sha256}
+        extra |= {"kernel_problems": made.kernels.problems}
         extra |= {"key_words": in_words(made.fingerprint), "install_words": in_words(made.install_sha256)}
         emit({"ok": True, "path": str(out / "runtime"), "medium": str(out)} | summary(made.manifest) | extra)
         return
     say(t("Built {out}", out=out / "runtime"))
     show(made.manifest)
+    for problem in made.kernels.problems:
+        say(t("Servers will compile this at their first start: {problem}", problem=problem))
     say(t("\nGive the operator these two hashes by letter or phone, never on the disk itself:"))
     say_rows([(t("key fingerprint"), grouped(made.fingerprint)),
               *(("", line) for line in word_lines(made.fingerprint)),
@@ -108,6 +120,7 @@ def summary(manifest: RuntimeManifest) -> dict[str, Any]:
         "digest": manifest.digest,
         "bytes": manifest.total_bytes,
         "files": len(manifest.files),
+        "kernels": sorted({f.path.split("/")[1] for f in manifest.files if f.role == "kernels"}, key=float),
         "requires": manifest.requires.model_dump(mode="json"),
     }
 
@@ -119,6 +132,8 @@ def show(manifest: RuntimeManifest, *more: tuple[str, str]) -> None:
     if requires.cuda:
         gpu = t("CUDA {cuda}, driver {driver_min} or newer", cuda=requires.cuda, driver_min=requires.driver_min)
     packages = sum(f.role == "wheel" for f in manifest.files)
+    kernels = [f for f in manifest.files if f.role == "kernels"]
+    families = sorted({f.path.split("/")[1] for f in kernels}, key=float)
     rows = [
         (t("runtime"), t("{name} {version} (sequence {sequence}, {created})", name=manifest.name,
                          version=manifest.version, sequence=manifest.sequence, created=manifest.created)),
@@ -127,9 +142,28 @@ def show(manifest: RuntimeManifest, *more: tuple[str, str]) -> None:
         ("torch", requires.torch or t("none")),
         (t("content"), t("{packages} packages, {size}; installed {unpacked}", packages=packages,
                          size=size(manifest.total_bytes), unpacked=size(requires.unpacked_bytes))),
+        (t("kernels"), t("for compute capability {families}, {size}", families=joined(families),
+                         size=size(sum(f.size for f in kernels))) if kernels else t("none: servers compile them")),
         (t("digest"), manifest.digest),
     ]
     say_rows([*rows, *more], indent=2, width=10, gap=1)
+
+
+def kernel_wishes(torch: Torch, gpus: Sequence[str], models: Sequence[str]) -> list[Wish]:
+    """What GPU kernels to compile. Raises BundleError for a name that is not known, and for kernels in a CPU build."""
+    if torch == "cpu":
+        if gpus or models:
+            raise BundleError(
+                t("--gpu and --for-model are for the CUDA build: the CPU build has no kernels."),
+                t("Leave them out, or build with --torch cuda."), USAGE,
+            )  # fmt: skip
+        return []
+    from appliance.service.presets.kernels import wishes
+
+    try:
+        return wishes(gpus, models)
+    except InstallError as error:
+        raise BundleError(error.message, error.hint, error.exit_code) from None
 
 
 def require(given: dict[str, Any]) -> None:
@@ -146,8 +180,13 @@ def require(given: dict[str, Any]) -> None:
 def _progress(as_json: bool) -> Iterator[Progress]:
     with byte_progress(_LABELS, quiet=as_json) as bytes_done:
 
+        kernels = StepLines()
+
         def report(stage: str, done: int, total: int) -> None:
-            if stage != "resolve":
+            if stage in _STEPS:
+                if not as_json:
+                    kernels.report(_STEPS[stage], done, total)
+            elif stage != "resolve":
                 bytes_done(stage, done, total)
             elif not as_json and done < total:
                 say(t("Choosing packages with pip, step {done} of {total} ...", done=done + 1, total=total), err=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from engine.bench import report
-from engine.bench.author import random_checkpoint
+from engine.bench.author import load_stages, random_checkpoint
 from engine.capabilities import resolve_device
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import load_weights, quantize
@@ -25,7 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--layers", type=int, help="of random weights; default: as many as 8 GiB hold")
-    parser.add_argument("--dir", type=Path, help="where to write random weights (default /dev/shm)")
+    parser.add_argument("--dir", type=Path, help="where to write random weights (default /dev/shm, which is memory: "
+                        "the page cache of a disk may be faster or slower)")
+    parser.add_argument("--stages", action="store_true", help="also measure reading, copying and both alone")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 4, 8, 16], help="of --stages")
+    parser.add_argument("--buffer-mib", type=int, nargs="+", default=[1, 4, 16], help="of --stages")
+    parser.add_argument("--cold", action="store_true", help="the page cache gives up the files before each load")
 
 
 def run(args: argparse.Namespace) -> list[report.Row]:
@@ -37,17 +42,24 @@ def run(args: argparse.Namespace) -> list[report.Row]:
             report.say(f"Writing random weights of {layers} layers …")
             model_dir = stack.enter_context(random_checkpoint.temporary(model_dir, args.dir, layers))
             facts = {"layers": layers}
-        row = measure(model_dir, device, args.quantization, args.repeats)
-    return [{"bench": "load", "engine": "atoll", "model": args.model.name, "quantization": args.quantization, **facts,
-             **report.machine(device), **row}]  # fmt: skip
+        stages = []
+        if args.stages:
+            stages = list(load_stages.rows(model_dir, device, args.threads, args.buffer_mib, args.repeats,
+                                           cold=args.cold))  # fmt: skip
+        row = measure(model_dir, device, args.quantization, args.repeats, cold=args.cold)
+    return [*stages, {"bench": "load", "engine": "atoll", "model": args.model.name, "quantization": args.quantization,
+                      **facts, **report.machine(device), **row}]  # fmt: skip
 
 
-def measure(model_dir: Path, device: torch.device, quantization: str | None, repeats: int) -> report.Row:
+def measure(
+    model_dir: Path, device: torch.device, quantization: str | None, repeats: int, *, cold: bool = False
+) -> report.Row:
     """Load once, then `repeats` times with timing. GB refers to the files; memory is the maximum of all loads."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.zeros(1, device=device)  # the CUDA context is not a part of loading
-    file_bytes = sum(info.num_bytes for info in check_checkpoint(model_dir).values())
+    files = check_checkpoint(model_dir).values()
+    file_bytes = sum(info.num_bytes for info in files)
     host_before = _resident("VmRSS")
     _reset_peak()
     seconds, extra, weights = [], [], 0
@@ -60,6 +72,8 @@ def measure(model_dir: Path, device: torch.device, quantization: str | None, rep
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             reserved = torch.cuda.memory_reserved(device)
+        if cold:
+            load_stages.forget({info.shard for info in files})
         start = time.perf_counter()
         with torch.inference_mode():
             load_weights(model, model_dir, device=device)
@@ -73,6 +87,7 @@ def measure(model_dir: Path, device: torch.device, quantization: str | None, rep
     timed = seconds[1:] or seconds
     middle = statistics.median(timed)
     row = {
+        "cold": cold,
         "file_gb": round(file_bytes / 1e9, 3),
         "weights_gb": round(weights / 1e9, 3),
         "secs": round(middle, 3),

@@ -7,6 +7,7 @@ A file in the cache records that a set of jobs was compiled, so that the next st
 """
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -15,9 +16,9 @@ from typing import NamedTuple
 
 import triton
 
-from engine.kernels.runtime import compile_pool, prebuilt
+from engine.kernels.runtime import compile_pool, origins
 from engine.kernels.runtime.cache_dir import use_cache_dir
-from engine.kernels.runtime.launcher import Job, source_key, variant_key
+from engine.kernels.runtime.launcher import Job, prebuilt_kernels, source_key, variant_key
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Compilation:
             return
         errors = self._pool.wait(self._given)
         self._pool.close()
+        origins.compiled_elsewhere(self._pool.compiled)
         self.work = _work(self._pool, self._guessed)
         self._pool = None
         if errors:
@@ -104,7 +106,7 @@ class Compilation:
 
     def _missing(self) -> set[str]:
         """The jobs that did not come compiled with the release."""
-        came = prebuilt.for_capability(self._capability)
+        came = prebuilt_kernels(self._capability)
         return {
             line_of(job, self._capability) for job in self._jobs
             if came is None or variant_key(job, self._capability) not in came
@@ -129,6 +131,13 @@ def line_of(job: Job, capability: tuple[int, int]) -> str:
         job.kernel.jit.fn.__module__, job.kernel.name, job.types, dict(job.constants), job.num_warps, job.num_stages,
         capability,
     )  # fmt: skip
+
+
+def job_of(line: str) -> Job:
+    """The job that `line_of` wrote."""
+    job = json.loads(line)
+    kernel = getattr(importlib.import_module(job["module"]), job["name"])
+    return Job(kernel, tuple(job["types"]), tuple(job["constants"].items()), job["num_warps"], job["num_stages"])
 
 
 def longest_first(lines: Iterable[str]) -> list[str]:

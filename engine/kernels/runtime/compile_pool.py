@@ -33,6 +33,7 @@ class CompilePool:
         self._known: set[str] = set()
         self._waiting: set[str] = set()
         self.seconds: dict[str, float] = {}  # how long each job took
+        self.compiled = 0  # jobs that were not in the cache
         self.ready: float | None = None  # when the first job was begun, on the clock of time.monotonic()
         self.last = 0.0  # when the latest job was done
         self._errors: dict[str, str] = {}
@@ -99,8 +100,9 @@ class CompilePool:
         assert self._process.stdout is not None
         try:
             for line in self._process.stdout:
-                number, error, seconds = json.loads(line)
+                number, error, seconds, fresh = json.loads(line)
                 with self._changed:
+                    self.compiled += fresh
                     self.last = time.monotonic()
                     self.ready = self.ready or self.last - seconds
                     self.seconds[self._jobs[number]] = seconds
@@ -155,14 +157,15 @@ def start_early() -> None:
         _early = CompilePool()
 
 
-def load_here() -> None:
-    """In the background, load what this process needs to find compiled kernels: Triton, and Triton's hash of its own
-    files."""
+def load_here(*, cache: bool = True) -> None:
+    """In the background, load Triton. With `cache`, also what this process needs to find kernels in Triton's cache: the
+    hash of Triton's own files, which reads all of its library from the disk."""
 
     def load() -> None:
         from engine.kernels.runtime.launcher import load_compiler
 
-        load_compiler()
+        if cache:
+            load_compiler()
 
     threading.Thread(target=load, daemon=True).start()
 

@@ -1,5 +1,5 @@
 """The process behind compile_pool.py. It reads jobs, one JSON object per line, and writes [number, error or null,
-seconds] for each.
+seconds, whether it was not in the cache] for each.
 
 It loads Triton and our kernels, without PyTorch (torch_stub.py), then forks workers, which share what was loaded. A job
 is compiled as soon as it arrives, before all jobs have been read. Needs no GPU and never touches one.
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import engine.kernels
-from engine.kernels.runtime import torch_stub
+from engine.kernels.runtime import origins, torch_stub
 
 _PACKAGE = "engine.kernels."
 _WITH_TORCH = "--with-torch"
@@ -84,14 +84,14 @@ def kernel_modules() -> Iterator[str]:
 def _work(jobs: socket.socket, answers: int, worker: int) -> None:
     while (job := jobs.recv(_LONGEST_JOB)) and os.getppid() == worker:
         number, _, job = job.decode().partition(" ")
-        error, began = None, time.monotonic()
+        error, began, before = None, time.monotonic(), origins.compiled()
         try:
             _compile(json.loads(job))
         except Exception as reason:  # one kernel's error must not end the others
             error = " ".join(f"{type(reason).__name__}: {reason}".split())[:_LONGEST_ANSWER]
-        seconds = round(time.monotonic() - began, 3)
+        answer = [int(number), error, round(time.monotonic() - began, 3), origins.compiled() > before]
         try:
-            os.write(answers, (json.dumps([int(number), error, seconds]) + "\n").encode("ascii"))
+            os.write(answers, (json.dumps(answer) + "\n").encode("ascii"))
         except OSError:
             return  # the reader has gone
 

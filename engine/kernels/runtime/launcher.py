@@ -47,10 +47,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
-from engine.kernels.runtime import prebuilt
+from engine.kernels.runtime import origins, prebuilt
 from engine.kernels.runtime.cache_dir import use_cache_dir
 from engine.kernels.runtime.gpu_target import FP8_CAPABILITY, INTERPRETER, PDL_CAPABILITY, Target
-from engine.kernels.runtime.prebuilt import MachineCode
+from engine.kernels.runtime.prebuilt import MachineCode, Prebuilt
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +58,13 @@ log = logging.getLogger(__name__)
 # file a third as large, and compiling a tenth faster. Set it to 0 to look at them.
 os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
+triton.knobs.compilation.listener = origins.triton_listener
 
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 _MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
+_RELEASE = "as it came with the release"
 _AS_BYTES = {"*fp8e4nv": "*u8", "*fp8e4nv!": "*u8!"}
 
 _POINTERS = {
@@ -126,7 +128,9 @@ class Kernel:
         refusal = None
         for origin, code in _machine_codes(job, capability):
             try:
-                return _Variant(self.name, code, given, pdl)
+                variant = _Variant(self.name, code, given, pdl)
+                (origins.came_with_release if origin == _RELEASE else origins.came_from_triton)()
+                return variant
             except KernelError as error:
                 log.warning("%s cannot be loaded %s; it is compiled again. %s", self.name, origin, error)
                 refusal = error
@@ -242,12 +246,32 @@ def compile_for(
 def _machine_codes(job: "Job", capability: tuple[int, int]) -> Iterator[tuple[str, MachineCode]]:
     """Ways to get a variant's machine code, and where it comes from. The next one is for where the driver refuses it: a
     file may be damaged, or made for another driver."""
-    came = prebuilt.for_capability(capability)
+    came = prebuilt_kernels(capability)
     code = None if came is None else came.code(variant_key(job, capability))
     if code is not None:
-        yield "as it came with the release", code
+        yield _RELEASE, code
     yield "from the cache", machine_code(job, capability)
     yield "as it was compiled", machine_code(job, capability, fresh=True)
+
+
+@functools.cache
+def prebuilt_kernels(capability: tuple[int, int]) -> Prebuilt | None:
+    """The kernels that came with the release for such a GPU, if this machine's driver takes them.
+
+    One kernel is tried for all: a driver older than the assembler that made them refuses each, and a start must know
+    that before it decides what to compile.
+    """
+    came = prebuilt.for_capability(capability)
+    if came is None or not torch.cuda.is_available() or capability != torch.cuda.get_device_capability():
+        return came
+    code = came.smallest()
+    try:
+        if code is not None:
+            _load(code, code.function)
+    except KernelError as error:
+        log.warning("The prebuilt kernels in %s are ignored, and kernels are compiled here: %s", came.directory, error)
+        return None
+    return came
 
 
 def machine_code(job: "Job", capability: tuple[int, int], *, fresh: bool = False) -> MachineCode:
@@ -325,13 +349,8 @@ class _Variant:
     """Loaded machine code, and the memory in which its arguments are passed."""
 
     def __init__(self, name: str, code: MachineCode, types: list[str], pdl: bool) -> None:
-        driver = _driver()
         self._binary = code.cubin  # kept, because the driver may read it lazily
-        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(driver.cuModuleLoadData(ctypes.byref(module), self._binary), name)
-        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, code.function.encode()), name)
-        if code.shared > _STATIC_SHARED_LIMIT:
-            _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE, code.shared), name)
+        self._function = _load(code, name)
         self.name = name
         self._slots = [_SLOTS.get(t.removesuffix("!"), ctypes.c_uint64)() for t in types]
         self._is_pointer = [t.startswith("*") for t in types]
@@ -347,7 +366,7 @@ class _Variant:
             self._config.attributes = ctypes.pointer(self._attribute)
             self._config.count = 1
         self._config_ref = ctypes.byref(self._config)
-        self._launch = driver.cuLaunchKernelEx
+        self._launch = _driver().cuLaunchKernelEx
         self._device = torch.cuda.current_device()
 
     def launch(self, grid: tuple[int, ...], args: tuple) -> None:
@@ -366,6 +385,16 @@ class _Variant:
         result = self._launch(self._config_ref, self._function, self._argv, None)
         if result:
             _check(result, self.name)
+
+
+def _load(code: MachineCode, name: str) -> ctypes.c_void_p:
+    """The function that the driver makes of machine code. Raises KernelError if it refuses it."""
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), code.cubin), name)
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, code.function.encode()), name)
+    if code.shared > _STATIC_SHARED_LIMIT:
+        _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, code.shared), name)
+    return function
 
 
 _loaded: ctypes.CDLL | None = None

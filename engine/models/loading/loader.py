@@ -79,8 +79,9 @@ def load_weights(
     """Fill `model` on `device`. Raises ModelError naming the first tensor that is missing, unexpected or misshapen."""
     tensors = check_checkpoint(model_dir)
     model.adapt(tensors if model.stored is None else [plain_name(name) for name in tensors])
-    _check_names(model, model_dir, tensors)
-    order, in_place = _order(model), _in_place(model)
+    weights = model.weights()  # once: slow with thousands of experts
+    _check_names(model, weights, model_dir, tensors)
+    order, in_place = _order(model, weights), _in_place(weights)
     total, done = sum(tensors[name].num_bytes for name in order), 0
 
     def advance(count: int) -> None:
@@ -102,13 +103,14 @@ def load_weights(
                 copy(name, target)
                 advance(tensors[name].num_bytes)
 
-        _materialize(model, device, fill)
+        _materialize(model, weights, device, fill)
 
 
 def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -> None:
     """Random weights in the real shapes (load_format="dummy"): benchmarks and sizing without a checkpoint."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    in_place = _in_place(model)
+    weights = model.weights()
+    in_place = _in_place(weights)
 
     def fill(name: str, target: torch.Tensor) -> None:
         if name.endswith(("norm.weight", "layer_scalar")):
@@ -118,12 +120,12 @@ def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -
         else:
             _fill_any(model, name, target, generator)
 
-    _materialize(model, device, fill)
+    _materialize(model, weights, device, fill)
 
 
 def fill_with_nothing(model: CausalLM) -> None:
     """Weights without content, in host memory that nothing has touched: for code that only looks at shapes."""
-    _materialize(model, _CPU, lambda name, target: None)
+    _materialize(model, model.weights(), _CPU, lambda name, target: None)
 
 
 def _fill_any(model: CausalLM, name: str, target: torch.Tensor, generator: torch.Generator) -> None:
@@ -142,8 +144,7 @@ def _fill_any(model: CausalLM, name: str, target: torch.Tensor, generator: torch
         target.view(torch.uint8).random_(0, 127, generator=generator)
 
 
-def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo]) -> None:
-    wanted = model.weights()
+def _check_names(model: CausalLM, wanted: Weights, model_dir: Path, tensors: dict[str, TensorInfo]) -> None:
     skipped: dict[str, list[str]] = {}
 
     def ignored(name: str) -> bool:
@@ -193,9 +194,9 @@ def _map_files(stack: ExitStack, tensors: dict[str, TensorInfo]) -> Callable[[st
     return lambda name, target: target.copy_(files[tensors[name].shard].get_tensor(name))  # type: ignore[func-returns-value]
 
 
-def _in_place(model: CausalLM) -> set[str]:
+def _in_place(weights: Weights) -> set[str]:
     """Names of parameters that have memory before loading: tables that stay on the host (Embedding.keep_on_host)."""
-    return {name for name, target in model.weights().items() if not target.is_meta}
+    return {name for name, target in weights.items() if not target.is_meta}
 
 
 def _fill_with_copies(target: torch.Tensor, seed: int) -> None:
@@ -208,13 +209,15 @@ def _fill_with_copies(target: torch.Tensor, seed: int) -> None:
     flat[whole:].copy_(block[: flat.numel() - whole])
 
 
-def _materialize(model: CausalLM, device: torch.device, fill: Callable[[str, torch.Tensor], None]) -> None:
+def _materialize(
+    model: CausalLM, weights: Weights, device: torch.device, fill: Callable[[str, torch.Tensor], None]
+) -> None:
     """Give every parameter memory on `device` and let `fill(checkpoint name, target)` set its parts, module by module.
 
     A parameter that has memory already is filled where it is; one that two modules share stays shared. Buffers (tables
     that constructors compute) move to the device.
     """
-    parts = _parts(model.weights())
+    parts = _parts(weights)
     with weight_pool(device) as model.weight_pool:
         _materialize_all(model, device, fill, parts)
 
@@ -264,9 +267,9 @@ def _memory(empty: torch.Tensor, device: torch.device, *, stays: bool) -> torch.
         return torch.empty_strided(empty.shape, empty.stride(), dtype=empty.dtype, device=device)
 
 
-def _order(model: CausalLM) -> list[str]:
+def _order(model: CausalLM, weights: Weights) -> list[str]:
     """Checkpoint names in the order in which `_materialize` fills them."""
-    parts, seen = _parts(model.weights()), {}
+    parts, seen = _parts(weights), {}
     for module in _children_first(model):
         for parameter in module._parameters.values():
             if parameter is not None:

@@ -41,6 +41,7 @@ class EngineInfo(msgspec.Struct, omit_defaults=True):
     grammars: bool = False     # whether answers can be made to follow a grammar
     memory_plan: str = ""      # a table for people
     load_seconds: float = 0.0  # process start to the first real token
+    kernels: dict[str, int] = {}  # where its GPU kernels came from: kernels.runtime.origins.counts
     pid: int = 0
 
 

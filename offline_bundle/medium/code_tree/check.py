@@ -21,7 +21,7 @@ from offline_bundle.medium.code_tree.packages import BUILD_ONLY
 from offline_bundle.medium.code_tree.tools import processors, quoted, tag
 
 UNSIGNED = ("files.json", "runtime.json")  # describe the tree for its user; no check relies on them
-SHARED = ("docs/", "licenses/", "sbom/", "units/", "setup/", "requirements/")
+SHARED = ("docs/", "licenses/", "sbom/", "units/", "setup/", "requirements/", "kernels/")
 MAX_LISTING = 64 << 20
 _NOTES = re.compile(r"lib/[^/]+\.dist-info/(RECORD|INSTALLER|REQUESTED)\Z")
 _KEY = re.compile(r"trust/([0-9a-f]{16})\.pub\Z")

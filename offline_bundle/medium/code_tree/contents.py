@@ -28,8 +28,12 @@ START = """\
 import os
 import sys
 
-lib = os.path.join(os.path.dirname(os.path.realpath(__file__)), "lib")
+tree = os.path.dirname(os.path.realpath(__file__))
+lib = os.path.join(tree, "lib")
+kernels = os.path.join(tree, "share", "kernels")
 sys.path.insert(0, lib)
+if os.path.isdir(kernels):
+    os.environ.setdefault("ATOLL_PREBUILT_KERNELS", kernels)  # compiled from this very code; empty: not used
 os.environ["PYTHONPATH"] = lib  # for the processes that this one starts
 sys.argv[0] = "atoll"
 if "verify" in sys.argv[1:]:
@@ -43,11 +47,14 @@ if __name__ == "__main__":  # processes that multiprocessing starts import this 
 
 
 def add_rest(facts, partial, final):
-    """Add the launcher, the documents, the signed manifest, and the key if it is new."""
+    """Add the launcher, the documents, the kernels, the signed manifest, and the key if it is new."""
     incoming = facts["incoming"]
     for name in ("docs", "licenses", "sbom", "units", "setup", "requirements"):
         if os.path.isdir(os.path.join(incoming, name)):
             shutil.copytree(os.path.join(incoming, name), os.path.join(partial, "share", name))
+    if os.path.isdir(os.path.join(incoming, "kernels")) and not facts["dry_run"]:  # which starts no engine
+        os.makedirs(os.path.join(partial, "share"), 0o755, exist_ok=True)
+        os.rename(os.path.join(incoming, "kernels"), os.path.join(partial, "share", "kernels"))
     for name in ("bundle.json", "model.sig"):
         shutil.copyfile(os.path.join(incoming, name), os.path.join(partial, "share", name))
     paths = {"python": quoted(os.path.realpath(sys.executable)), "start": quoted(os.path.join(final, "start.py"))}

@@ -3,7 +3,8 @@
     <base>/<version>-<12 hex>/
       bin/atoll  start.py      the launcher: this tree's packages, the server's Python, nothing else
       lib/                     every package, compiled ahead
-      share/                   docs, licences, units, bill of materials, bundle.json and model.sig as they were signed
+      share/                   docs, licences, units, bill of materials, GPU kernels, bundle.json and model.sig as they
+                               were signed
       trust/<16 hex>.pub       the vendor's key, if the operator named it in the run that made the tree
       files.json runtime.json  the hash of every file above, and what this tree is (none: incomplete)
 

@@ -94,7 +94,7 @@ def test_a_worker_answers_each_job_and_takes_only_our_kernels(tmp_path):
         [sys.executable, "-m", "engine.kernels.runtime.compile_worker"], input=lines, capture_output=True, text=True,
         timeout=60, check=True, cwd=ROOT, env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
-    answers = {number: error for number, error, _ in map(json.loads, done.stdout.splitlines())}
+    answers = {number: error for number, error, *_ in map(json.loads, done.stdout.splitlines())}
     assert answers[0] == "ValueError: os is no module of kernels"
     assert answers[1].startswith("JSONDecodeError")
 

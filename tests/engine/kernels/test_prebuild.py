@@ -51,10 +51,59 @@ def test_the_command_fills_a_directory_and_continues(tmp_path):
     first = run(*command, TRITON_CACHE_DIR=str(tmp_path / "cache"))
     assert first.returncode == 0, first.stderr[-3000:]
     index = json.loads((tmp_path / "out/9.0/index.json").read_bytes())
-    assert len(index["kernels"]) == len(list((tmp_path / "out/9.0").glob("*.cubin"))) > 20
+    assert len(index["kernels"]) > 20
+    assert (tmp_path / "out/9.0/kernels.bin").stat().st_size == sum(entry[4] for entry in index["kernels"].values())
     again = run(*command, TRITON_CACHE_DIR=str(tmp_path / "another cache"))
     assert again.returncode == 0
     assert list((tmp_path / "another cache").rglob("*.cubin")) == [], "nothing is compiled twice"
+
+
+def wishes(path, *found):
+    path.write_text(json.dumps([{"model": str(model), "gpu": gpu, "flags": flags} for model, gpu, flags in found]))
+    return path
+
+
+def test_wishes_for_several_gpus_fill_a_folder_each_and_nothing_else_stays(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/config.json").write_text(json.dumps(TINY | {"architectures": ["Nobody"]}))
+    few, most = ["--max-num-seqs", "4"], ["--max-num-seqs", "64"]
+    command = ["-m", "engine.prebuild", "--out", tmp_path / "out", "--json", "--wishes"]
+    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    first = run(*command, wishes(tmp_path / "1", (tmp_path, "h100", few), (tmp_path, "a100", few),
+                                 (tmp_path, "h100", [*most, "--kv-cache-dtype", "fp8"])), **cache)  # fmt: skip
+    assert first.returncode == 0, first.stderr[-3000:]
+    told = [json.loads(line) for line in first.stdout.splitlines()]
+    steps = {stage: [(line["done"], line["total"]) for line in told if line.get("stage") == stage]
+             for stage in ("list", "compile")}  # fmt: skip
+    assert steps["list"] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert steps["compile"] == sorted(steps["compile"])
+    assert steps["compile"][-1][0] == steps["compile"][-1][1] > 60
+    assert sorted(line["capability"] for line in told if "capability" in line) == ["8.0", "9.0"]
+
+    second = run(*command, wishes(tmp_path / "2", (tmp_path, "h100", few), (tmp_path / "bad", "h100", few)), **cache)
+    assert second.returncode == 1
+    problem, = (line["problem"] for line in map(json.loads, second.stdout.splitlines()) if "problem" in line)
+    assert "cannot be listed" in problem
+    assert "Nobody" in problem
+    counts = [json.loads((tmp_path / f"out/{name}/index.json").read_bytes())["kernels"] for name in ("9.0", "8.0")]
+    total = next(line["kernels"] for line in told if line.get("capability") == "9.0")
+    assert len(counts[0]) < total, "kernels that are no longer wanted are gone"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("[{}]", "not a list of wishes"), ("{", "not a list of wishes"),
+     ('[{"model": "qwen3-8b", "gpu": "h1000", "flags": []}]', "No GPU called h1000"), (None, "not a list of wishes")],
+)  # fmt: skip
+def test_a_wrong_file_of_wishes_is_refused(tmp_path, text, why):
+    if text is not None:
+        (tmp_path / "wishes").write_text(text)
+    done = run("-m", "engine.prebuild", "--wishes", tmp_path / "wishes", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

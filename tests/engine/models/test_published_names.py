@@ -111,16 +111,16 @@ def test_published_names_are_what_the_model_takes(config: str, names: list[str],
     model = model_of(config)
     tensors = tensors_of(model, names)
     model.adapt(tensors)
-    loader._check_names(model, Path("m"), tensors)
+    loader._check_names(model, model.weights(), Path("m"), tensors)
     assert len(model.weights()) == loaded
     assert sum(model.ignores(name) for name in names) == len(names) - loaded
     assert set(model.weights()) <= set(names)
     gone = f"{TEXT}layers.30.linear_attn.A_log"
     with pytest.raises(ModelError, match=f"lacks tensor {gone}"):
-        loader._check_names(model, Path("m"), {n: t for n, t in tensors.items() if n != gone})
+        loader._check_names(model, model.weights(), Path("m"), {n: t for n, t in tensors.items() if n != gone})
     more = f"{TEXT}layers.30.linear_attn.in_proj_z.weight_scale_inv"
     with pytest.raises(ModelError, match=f"holds tensor {more}"):
-        loader._check_names(model, Path("m"), tensors | tensors_of(model, [more]))
+        loader._check_names(model, model.weights(), Path("m"), tensors | tensors_of(model, [more]))
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "aqlm", "quip", ""])

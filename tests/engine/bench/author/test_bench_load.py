@@ -73,3 +73,16 @@ def test_too_little_room_is_refused(config_dir: Path, tmp_path: Path, capsys, mo
     monkeypatch.setattr(random_checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     assert bench.main(["load", "--model", str(config_dir), "--device", "cpu", "--dir", str(tmp_path)]) == 1
     assert "fewer --layers" in capsys.readouterr().err
+
+
+def test_stages_read_every_byte_and_say_how_fast(config_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    status = bench.main([
+        "load", "--model", str(config_dir), "--dir", str(tmp_path), "--device", "cpu", "--layers", "2",
+        "--repeats", "1", "--stages", "--threads", "1", "3", "--buffer-mib", "1", "--cold", "--json",
+    ])  # fmt: skip
+    assert status == 0
+    *stages, whole = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(row["stage"], row["threads"]) for row in stages] == [("read", 1), ("read", 3), ("both", 1), ("both", 3)]
+    assert all(row["gb_s"] > 0 and row["cold"] for row in stages)
+    assert whole["cold"]
+    assert whole["layers"] == 2
