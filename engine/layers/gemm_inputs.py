@@ -1,6 +1,6 @@
 """The inputs of a linear layer: plain activations, fp8 activations, or activations that are still to be normalised."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -22,22 +22,6 @@ class UnnormedRows(NamedTuple):
     weight: torch.Tensor  # [K] of the norm
     eps: float
     offset: float | None = None  # of a WideRMSNorm, which multiplies by offset + weight
-
-
-class Reader(Protocol):
-    """What reads a norm's result: a linear layer, or a layer's experts."""
-
-    def wants_fp8(self, rows: int) -> bool:
-        """Whether inputs of this many rows are read in fp8, so that the previous kernel may quantise them."""
-        ...
-
-
-class NormFusingReader(Reader, Protocol):
-    """A reader that may apply the norm itself."""
-
-    def in_vector_form(self, rows: int) -> bool:
-        """Whether this many rows run on a kernel that fuses the norm before it."""
-        ...
 
 
 Activations = torch.Tensor | QuantizedRows | UnnormedRows

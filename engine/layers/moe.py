@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.gemm.scaled import has_fp8_units
 from engine.kernels.moe.tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.kernels.runtime.gpu_target import Target
 from engine.layers.activation import Gate
-from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
+from engine.layers.gemm_inputs import UnnormedRows
 from engine.layers.linear import Linear
 from engine.layers.quant.base import ExpertMethod, Tensors
 from engine.layers.quant.unquantized import UNQUANTIZED
@@ -149,45 +148,30 @@ class RoutedExperts(nn.Module):
         """Weights and scales, in the form that kernels take."""
         return self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale, self.down_proj.scale
 
-    def wants_fp8(self, rows: int) -> bool:
-        """As Linear.wants_fp8."""
-        weight = self.gate_up_proj.weight
-        if rows <= VECTOR_TOKENS or not weight.is_cuda or weight.dtype != torch.float8_e4m3fn:
-            return False
-        return has_fp8_units(weight.device)
-
-    def forward(self, x: torch.Tensor | QuantizedRows, routing: Routing) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        if isinstance(x, QuantizedRows) or x.is_cuda:
+        if x.is_cuda:
             return self._on_gpu(x, routing, None)
         with num_threads(self._threads):  # everything else in a small step runs on one thread
             return self._by_expert(x, routing)
 
-    def onto(
-        self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows, routing: Routing
-    ) -> torch.Tensor | None:
+    def onto(self, residual: torch.Tensor, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
         """Like Linear.onto: returns the result to be added to `residual` [T, H], or None if it was added in place."""
-        if not residual.is_cuda:
+        if not x.is_cuda:
             return self(x, routing)
         self._on_gpu(x, routing, residual)
         return None
 
-    def _on_gpu(
-        self, x: torch.Tensor | QuantizedRows, routing: Routing, residual: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _on_gpu(self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None) -> torch.Tensor:
         from engine.kernels.moe.experts import routed_experts
         from engine.kernels.runtime.launcher import shared_memory
 
-        values, x_scale, dtype = (x.values, x.scale, x.dtype) if isinstance(x, QuantizedRows) else (x, None, x.dtype)
         tiles = None
         if self.batch_invariant:
-            hidden, top_k = values.shape[1], routing.experts.shape[1]
+            hidden, top_k = x.shape[1], routing.experts.shape[1]
             shape = Shape(self.num_experts, top_k, hidden, self.inner, self.down_proj.weight.itemsize)
-            tiles = tiles_for(shape, _INVARIANT_TOKENS, shared_memory(values.device))
-        return routed_experts(
-            values, *routing, *self.stacks, gate=self.gate, residual=residual, x_scale=x_scale, dtype=dtype,
-            tiles=tiles,
-        )  # fmt: skip
+            tiles = tiles_for(shape, _INVARIANT_TOKENS, shared_memory(x.device))
+        return routed_experts(x, *routing, *self.stacks, gate=self.gate, residual=residual, tiles=tiles)
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """One expert after the other, each with all of its tokens; experts without tokens are not read."""
@@ -235,22 +219,11 @@ class SparseMLP(nn.Module):
         """Whether so few rows run the whole block, including its norm, as three kernels (kernels/moe/decode.py)."""
         return self.experts.fused and self.gate.read_by_experts(rows)
 
-    def wants_fp8(self, rows: int) -> bool:
-        """As Linear.wants_fp8. The router reads unquantised rows, too."""
-        return self.experts.wants_fp8(rows)
-
-    def in_vector_form(self, rows: int) -> bool:
-        return self.fits_decode(rows)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._decode(x, None) if self.fits_decode(x.shape[0]) else self.experts(x, self.gate.choose(x))
 
-    def onto(self, residual: torch.Tensor, x: Activations) -> torch.Tensor | None:
+    def onto(self, residual: torch.Tensor, x: torch.Tensor | UnnormedRows) -> torch.Tensor | None:
         """Like RoutedExperts.onto."""
-        if isinstance(x, QuantizedRows):
-            assert x.plain is not None
-            rows = x if self.experts.wants_fp8(len(x.plain)) else x.plain
-            return self.experts.onto(residual, rows, self.gate.choose(x.plain))
         if isinstance(x, UnnormedRows) or self.fits_decode(x.shape[0]):
             self._decode(x, residual)
             return None

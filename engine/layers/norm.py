@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.layers.gemm_inputs import Activations, NormFusingReader, QuantizedRows, Reader, UnnormedRows
+from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
+from engine.layers.linear import Linear
 from engine.layers.weight_memory import empty_parameter
 
 # Longest row whose norm is fused into the small-batch GEMM. Every program of that GEMM repeats the norm, so for longer
@@ -38,16 +39,12 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        consumer: NormFusingReader,
-        *others: NormFusingReader,
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, consumer: Linear, *others: Linear
     ) -> tuple[Activations, torch.Tensor]:
         """h = x + residual -> (norm(h), h), as pre-norm layers need it. Overwrites `residual`. Either summand may be
         missing.
 
-        norm(h) has the form that `consumer` reads; other readers must accept it, too.
+        norm(h) has the form that `consumer`, the next GEMM, reads; other readers must accept it, too.
         """
         if x is None or residual is None:
             x, residual = x if residual is None else residual, None
@@ -88,8 +85,7 @@ class WideRMSNorm(RMSNorm):
         residual: torch.Tensor,
         x: torch.Tensor,
         following: Sequence["WideRMSNorm"],
-        consumer: Reader | None,
-        second: Reader | None = None,
+        consumer: Linear | None,
         *,
         branch: tuple["WideRMSNorm", torch.Tensor, "WideRMSNorm"] | None = None,
         scalar: torch.Tensor | None = None,
@@ -98,11 +94,11 @@ class WideRMSNorm(RMSNorm):
         and the next in layers that normalise a GEMM's output.
 
         branch: (norm_1, y, norm_2); then norm_1(x) + norm_2(y) takes the place of x. Returns the following norms of the
-        residual, or the residual if there are none; the first two in the forms that `consumer` and `second` read. All
-        norms have the same eps and offset.
+        residual, or the residual if there are none; the first in the form that `consumer` reads. All norms have the
+        same eps and offset.
         """
         if x.is_cuda:
-            return self._onto_on_gpu(residual, x, following, (consumer, second), branch, scalar)
+            return self._onto_on_gpu(residual, x, following, consumer, branch, scalar)
         if branch is not None:
             norm_1, y, norm_2 = branch
             x = norm_1(x) + norm_2(y)
@@ -116,20 +112,22 @@ class WideRMSNorm(RMSNorm):
         residual: torch.Tensor,
         x: torch.Tensor,
         following: Sequence["WideRMSNorm"],
-        readers: Sequence[Reader | None],
+        consumer: Linear | None,
         branch: tuple["WideRMSNorm", torch.Tensor, "WideRMSNorm"] | None,
         scalar: torch.Tensor | None,
     ) -> list[Activations]:
         from engine.kernels.pointwise.norm import post_norm
 
         weights = None if branch is None else (branch[0].weight, branch[1], branch[2].weight)
-        fp8 = [reader is not None and reader.wants_fp8(x.shape[0]) for reader in readers]
         first, others = post_norm(
             x, self.weight, residual, [norm.weight for norm in following], self.eps, self.offset, branch=weights,
-            scalar=scalar, quantize=fp8[0], quantize_second=fp8[1],
+            scalar=scalar, quantize=consumer is not None and consumer.wants_fp8(x.shape[0]),
         )  # fmt: skip
-        found = (residual if first is None else first, *others)
-        return [QuantizedRows(*rows, x.dtype) if isinstance(rows, tuple) else rows for rows in found]
+        if first is None:
+            first = residual
+        elif isinstance(first, tuple):
+            first = QuantizedRows(*first, x.dtype)
+        return [first, *others]
 
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 
 from engine.layers.activation import gate_mul
 from engine.layers.embed import Embedding
-from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
+from engine.layers.gemm_inputs import Activations
 from engine.layers.last_tokens import keep_last
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts, Router, Routing, choose_experts
@@ -116,7 +116,7 @@ class ParallelExperts(nn.Module):
         self.post_feedforward_layernorm_2 = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.stacked = True  # the experts' layout on disk; quantisers write a matrix for each expert instead
 
-    def forward(self, x: torch.Tensor | QuantizedRows, for_router: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, for_router: torch.Tensor) -> torch.Tensor:
         """x [T, H] normalised for the experts, and for the router."""
         return self.experts(x, self.router(for_router))
 
@@ -124,12 +124,11 @@ class ParallelExperts(nn.Module):
         self, mlp: GemmaMLP, normed: Activations, x: Activations, for_router: Activations
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The results of the MLP and of these experts; for few rows, three kernels compute both."""
-        assert not isinstance(x, UnnormedRows)
+        assert isinstance(x, torch.Tensor)
         assert isinstance(for_router, torch.Tensor)
         first, second, router = mlp.gate_up_proj, mlp.down_proj, self.router
-        few = all(linear.read_by_experts(len(for_router)) for linear in (first, second, router.proj))
-        few = few and self.experts.fused
-        if not few or not isinstance(normed, torch.Tensor) or not isinstance(x, torch.Tensor):
+        few = all(linear.read_by_experts(x.shape[0]) for linear in (first, second, router.proj))
+        if not few or not self.experts.fused or not isinstance(normed, torch.Tensor):
             return mlp(normed), self(x, for_router)
         from engine.kernels.moe.decode import DenseBranch, sparse_block
 
@@ -178,8 +177,7 @@ class Gemma4Layer(GemmaLayer):
             heads, x = keep_last(heads), keep_last(x)
             e = None if e is None else keep_last(e)
         y = self.self_attn.o_proj(heads)
-        second = None if sparse is None else sparse.experts
-        normed, *others = self.post_attention_layernorm.onto(x, y, norms, self.mlp.gate_up_proj, second)
+        normed, *others = self.post_attention_layernorm.onto(x, y, norms, self.mlp.gate_up_proj)
         branch = None
         if sparse is None:
             y = self.mlp(normed)

@@ -10,7 +10,7 @@ from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
 from engine.layers.context import get_context
 from engine.layers.embed import Embedding, LMHead
-from engine.layers.gemm_inputs import Activations, NormFusingReader
+from engine.layers.gemm_inputs import Activations
 from engine.layers.last_tokens import keep_last
 from engine.layers.linear import Linear, MergedLinear
 from engine.layers.norm import RMSNorm
@@ -73,13 +73,7 @@ class LlamaLayer(nn.Module):
         return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual
 
     def _attend(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        rope: Rope,
-        consumer: NormFusingReader,
-        *others: NormFusingReader,
-        is_last: bool,
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, consumer: Linear, *, is_last: bool
     ) -> tuple[Activations, torch.Tensor]:
         """The first half of a layer. Returns the residual stream, and its norm in the form that `consumer` reads."""
         attention = self.self_attn
@@ -88,7 +82,7 @@ class LlamaLayer(nn.Module):
         if is_last:
             heads, residual = keep_last(heads), keep_last(residual)
         x = attention.o_proj.onto(residual, heads)
-        return self.post_attention_layernorm.add(x, residual, consumer, *others)
+        return self.post_attention_layernorm.add(x, residual, consumer)
 
 
 class LlamaForCausalLM(CausalLM):

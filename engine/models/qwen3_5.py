@@ -103,13 +103,12 @@ class SharedExpertMLP(SparseMLP):
         self.is_stacked = True  # the layout on disk: all experts in one tensor, or a matrix for each
 
     @property
-    def readers(self) -> "tuple[Linear | SharedExpertMLP, ...]":
-        """What reads the layer's norm, in the form that the first one reads."""
-        return self.shared_expert.gate_up_proj, self.shared_expert_gate, self.gate, self
+    def readers(self) -> tuple[Linear, ...]:
+        """The GEMMs that read the layer's norm. Experts read it, too, and need it unquantised."""
+        return self.shared_expert.gate_up_proj, self.shared_expert_gate, self.gate
 
     def fits_decode(self, rows: int) -> bool:
-        shared = self.shared_expert
-        linears = shared.gate_up_proj, shared.down_proj, self.shared_expert_gate, self.gate
+        linears = *self.readers, self.shared_expert.down_proj
         return self.experts.fused and all(linear.read_by_experts(rows) for linear in linears)
 
     def _dense_branch(self) -> "DenseBranch":
@@ -129,7 +128,7 @@ class SharedExpertMLP(SparseMLP):
             return super().onto(residual, x)
         plain = x.plain if isinstance(x, QuantizedRows) else x
         assert plain is not None
-        y = super().onto(residual, x)
+        y = super().onto(residual, plain)
         target = residual if y is None else y
         target.addcmul_(self.shared_expert_gate(plain).sigmoid(), self.shared_expert(x))
         return y

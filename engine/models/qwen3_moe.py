@@ -2,6 +2,7 @@
 
 import torch
 
+from engine.layers.gemm_inputs import QuantizedRows
 from engine.layers.moe import SparseMLP
 from engine.layers.rope import Rope
 from engine.models.base import Weights
@@ -35,7 +36,8 @@ class SparseLayer(LlamaLayer):
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, *, is_last: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        normed, residual = self._attend(x, residual, rope, self.mlp, self.mlp.gate, is_last=is_last)
+        normed, residual = self._attend(x, residual, rope, self.mlp.gate, is_last=is_last)
+        assert not isinstance(normed, QuantizedRows)  # experts read unquantised activations
         return self.mlp.onto(residual, normed), residual
 
 

@@ -282,11 +282,10 @@ def post_norm(side: Side, *, size: int, quantize: bool) -> list[Result]:
     branch, scalar = (weights[0], y, weights[1]), 1 + side.randn(1) * 0.1
     with side.clock():
         first, others = side.norm.post_norm(
-            x, weights[2], residual, weights[3:], 1e-5, 0.0, branch=branch, scalar=scalar, quantize=quantize,
-            quantize_second=quantize,
-        )  # fmt: skip
-    results = [fp8_rows(rows) if quantize else [numbers(rows, 5)] for rows in (first, others[0])]
-    return [*results[0], *results[1], numbers(others[1], 5), numbers(residual, 5)]
+            x, weights[2], residual, weights[3:], 1e-5, 0.0, branch=branch, scalar=scalar, quantize=quantize
+        )
+    results = fp8_rows(first) if quantize else [numbers(first, 5)]
+    return [*results, *[numbers(other, 5) for other in others], numbers(residual, 5)]
 
 
 def gate_mul(side: Side, *, inner: int, kind: str, quantize: bool) -> list[Result]:

@@ -44,23 +44,16 @@ def routed_experts(
     *,
     gate: str = "silu",
     residual: torch.Tensor | None = None,
-    h_group: int = 64,
 ) -> torch.Tensor:
-    """moe.experts.routed_experts.
-
-    With more than VECTOR_TOKENS tokens, activations are quantised to fp8 if weights are: x with a scale for each row, h
-    with one for each `h_group` columns (tiles.columns_with_a_scale; 0: for each row)."""
-    units = x.shape[0] > VECTOR_TOKENS
-    fp8 = units and scale2 is not None
-    rows = _rounded(x) if fp8 else x
+    """moe.experts.routed_experts."""
+    units = x.shape[0] > VECTOR_TOKENS  # here activations are quantised to fp8 if weights are
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         token, slot = (experts == expert).nonzero(as_tuple=True)
-        gate_up = _expert_product(rows[token], w13, scale13, expert)
+        gate_up = _expert_product(x[token], w13, scale13, expert, units)
         first, second = gate_up.chunk(2, -1)
-        h = (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")) * second
-        h = torch.cat([_rounded(part) for part in h.split(h_group or h.shape[1], 1)], 1) if fp8 else h.to(x.dtype)
-        y = _expert_product(h, w2, scale2, expert)
+        first = F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")
+        y = _expert_product((first * second).to(x.dtype), w2, scale2, expert, units)
         if units:
             y = y.to(x.dtype).float()
         out.index_put_((token,), y * weights[token, slot, None], accumulate=True)
@@ -68,12 +61,12 @@ def routed_experts(
     return out if residual is None else residual.copy_(residual.float() + out.float())
 
 
-def _rounded(x: torch.Tensor) -> torch.Tensor:
-    """x, rounded to e4m3 with a scale for each row, in float32."""
-    values, scale = quantize_rows(x)
-    return values.float() * scale[:, None]
-
-
-def _expert_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, expert: int) -> torch.Tensor:
-    w = weight[expert].float()
-    return x.float() @ (w if scale is None else w * scale[expert, :, None]).t()
+def _expert_product(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, expert: int, units: bool
+) -> torch.Tensor:
+    if scale is None:
+        return x.float() @ weight[expert].float().t()
+    if units:
+        values, x_scale = quantize_rows(x)
+        x = values.float() * x_scale[:, None]
+    return x.float() @ (weight[expert].float() * scale[expert, :, None]).t()

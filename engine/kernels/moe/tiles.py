@@ -18,8 +18,6 @@ from engine.kernels.runtime.tuned_tables import TableError, number
 
 VECTOR_TOKENS = 4  # up to this many tokens, each token reads its experts' weights for itself: moe.decode
 _BLOCK_ROWS = (16, 32, 64, 128)
-_MOST_STAGES = 8
-_GROUP_SCALED_ROWS = 64
 _TUNED = Path(__file__).with_name("tuned.json")
 
 
@@ -154,21 +152,6 @@ def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     return MatrixTiles(block_n, block_k, 8 if large else 4, max(2, min(6, room // stage)))
 
 
-def columns_with_a_scale(tiles: Tiles) -> int:
-    """fp8: how many columns of the gate's result share a scale, or 0 for a scale for each row.
-
-    A scale for each program of the gate's kernel saves a kernel that quantises. But the down GEMM then scales partial
-    products, and in blocks of more rows its arithmetic would wait for that.
-    """
-    return tiles.gate_up.block_n if tiles.rows <= _GROUP_SCALED_ROWS else 0
-
-
-def within_groups(tiles: MatrixTiles, group: int) -> MatrixTiles:
-    """The tiles, with steps of at most `group` columns, because these share a scale; as many bytes are in flight."""
-    block_k = min(tiles.block_k, group)
-    return tiles._replace(block_k=block_k, stages=min(_MOST_STAGES, tiles.stages * (tiles.block_k // block_k)))
-
-
 def shared_bytes(tiles: Tiles, shape: Shape) -> int:
     """An upper bound of the shared memory that these tiles take."""
     each, x_each = shape.itemsize, tiles.rows * shape.x_itemsize
@@ -241,7 +224,7 @@ def parse(raw: Any, gpu: Target) -> Measured:
             number(each.block_n, "block_n", 16, 256, power_of_two=True)
             number(each.block_k, "block_k", 16, 1024, power_of_two=True)
             number(each.warps, "warps", 1, 16, power_of_two=True)
-            number(each.stages, "stages", 1, _MOST_STAGES)
+            number(each.stages, "stages", 1, 8)
         if shared_bytes(tiles, shape) > gpu.shared_memory:
             raise TableError(
                 f"needs {shared_bytes(tiles, shape) >> 10} KiB of shared memory, and a program may have "

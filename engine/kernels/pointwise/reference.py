@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 _FP8_MAX = 448.0  # the largest e4m3 number
-Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # plain, or e4m3 with a scale for each row
 
 
 def rms_norm(
@@ -46,8 +45,7 @@ def post_norm(
     branch: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     scalar: torch.Tensor | None = None,
     quantize: bool = False,
-    quantize_second: bool = False,
-) -> tuple[Rows | None, list[Rows]]:
+) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, list[torch.Tensor]]:
     """pointwise.norm.post_norm."""
     if branch is not None:
         x_weight, y, y_weight = branch
@@ -56,13 +54,10 @@ def post_norm(
     if scalar is not None:
         residual *= scalar
     normed = [wide_normed(residual, each, offset, eps) for each in following]
-    first: Rows | None = normed[0] if normed else None
-    others: list[Rows] = [*normed[1:]]
-    if quantize_second and others:
-        others[0] = quantize_rows(normed[1])
+    first = normed[0] if normed else None
     if quantize:
-        first = quantize_rows(normed[0] if normed else residual)
-    return first, others
+        first = quantize_rows(residual if first is None else first)
+    return first, normed[1:]
 
 
 def gate_mul(

@@ -72,23 +72,3 @@ def test_quantised(following):
     torch.testing.assert_close(scale, reference_scale, rtol=1e-5, atol=0)
     assert (values.float() == reference_values.float()).float().mean() > 0.98
     torch.testing.assert_close(values.float(), reference_values.float(), rtol=0.126, atol=2**-9)
-
-
-@pytest.mark.parametrize("quantize", [False, True])
-def test_the_second_norm_quantised_alone_or_with_the_first(quantize):
-    norm, norms = make_norm(640, torch.float32), [make_norm(640, torch.float32) for _ in range(3)]
-    x, residual = torch.randn(5, 640), torch.randn(5, 640)
-    kept, reference_residual = residual.clone(), residual.clone()
-    options = {"quantize": quantize, "quantize_second": True}
-    first, (second, third) = run(pointwise_norm, norm, x, residual, norms, **options)
-    reference = run(pointwise_reference, norm, x, reference_residual, norms, **options)
-    expected = norm.onto(kept, x, norms, None)
-    assert isinstance(first, tuple) == isinstance(reference[0], tuple) == quantize
-    for rows in (second, reference[1][0]):
-        values, scale = rows
-        wanted, wanted_scale = pointwise_reference.quantize_rows(expected[1])
-        torch.testing.assert_close(scale, wanted_scale, rtol=1e-5, atol=0)
-        assert (values.float() == wanted.float()).float().mean() > 0.98
-    torch.testing.assert_close(third, expected[2], rtol=1e-5, atol=1e-5)
-    if not quantize:
-        torch.testing.assert_close(first, expected[0], rtol=1e-5, atol=1e-5)
