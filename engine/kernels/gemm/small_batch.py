@@ -42,17 +42,14 @@ def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_products(sums, w, xs, scales, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
     """sums[m] + w x[m] for each row m: w [BLOCK_N, BLOCK_K]; sums [BLOCK_N, BLOCK_K / PART] add up PART neighbours,
-    which one thread holds. With blocks (BLOCK > 0), neighbours have a common scale."""
+    which one thread holds."""
     wide = widened(w, tl.float32)
     result = ()
     for m in tl.static_range(ROWS):
         products = tl.reshape(wide * xs[m][None, :], [w.shape[0], w.shape[1] // PART, PART])
-        if BLOCK == 0:
-            result = result + (sums[m] + tl.sum(products, 2),)  # noqa: RUF005 - Triton's tuples
-        else:
-            result = result + (sums[m] + tl.sum(products, 2) * scales[None, :],)  # noqa: RUF005
+        result = result + (sums[m] + tl.sum(products, 2),)  # noqa: RUF005 - Triton's tuples
     return result
 
 
@@ -73,11 +70,6 @@ def _vector_product(
     up = w
     if GATE is not None:
         up = tl.load(up_at, mask=mask, other=0.0)
-    first = program * BLOCK_N
-    scales = _block_scales(scale_ptr, first, 0, K, BLOCK_K, PART, BLOCK)
-    up_scales = scales
-    if GATE is not None:
-        up_scales = _block_scales(scale_ptr, N + first, 0, K, BLOCK_K, PART, BLOCK)
     # Requested now because they are needed at the end, where each load would wait for the memory.
     scale, bias = _of_outputs(scale_ptr, bias_ptr, n, n_live, BLOCK)
     up_scale = scale
@@ -102,15 +94,11 @@ def _vector_product(
     for at in tl.static_range(0, K, BLOCK_K):
         next_w = w
         next_up = up
-        next_scales = scales
-        next_up_scales = up_scales
         if at + BLOCK_K < K:  # load the next block while this one is multiplied
             mask = n_live[:, None] & (k < K - at - BLOCK_K)[None, :]
             next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
-            next_scales = _block_scales(scale_ptr, first, at + BLOCK_K, K, BLOCK_K, PART, BLOCK)
             if GATE is not None:
                 next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
-                next_up_scales = _block_scales(scale_ptr, N + first, at + BLOCK_K, K, BLOCK_K, PART, BLOCK)
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + at + k, mask=at + k < K, other=0.0).to(tl.float32) + offset
         xs = ()
@@ -122,13 +110,13 @@ def _vector_product(
             if norm_ptr is not None:
                 x = x * norm
             xs = xs + (x,)  # noqa: RUF005
-        sums = _add_products(sums, w, xs, scales, ROWS, PART, BLOCK)
+        own = _in_blocks(xs, scale_ptr, program * BLOCK_N, at + k, K, ROWS, BLOCK)
+        sums = _add_products(sums, w, own, ROWS, PART)
         w = next_w
-        scales = next_scales
         if GATE is not None:
-            up_sums = _add_products(up_sums, up, xs, up_scales, ROWS, PART, BLOCK)
+            own = _in_blocks(xs, scale_ptr, N + program * BLOCK_N, at + k, K, ROWS, BLOCK)
+            up_sums = _add_products(up_sums, up, own, ROWS, PART)
             up = next_up
-            up_scales = next_up_scales
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         factor = 1.0
@@ -144,17 +132,18 @@ def _vector_product(
 
 
 @triton.jit
-def _block_scales(
-    scale_ptr, first, at, K: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The scales of columns at to at + BLOCK_K in the block of outputs that begins at `first`, one for each PART
-    columns: a program's outputs share them. 1 without blocks."""
+def _in_blocks(xs, scale_ptr, first, k, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of x, multiplied by the scales of columns k in the block of outputs that begin at `first`: cheaper than
+    scaling W, because a program's outputs share them. Without blocks, x as it is."""
     if BLOCK == 0:
-        return tl.full([BLOCK_K // PART], 1.0, tl.float32)
+        return xs
     else:
         GROUPS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        column = at + tl.arange(0, BLOCK_K // PART) * PART
-        return tl.load(scale_ptr + first // BLOCK * GROUPS + column // BLOCK, mask=column < K, other=0.0)
+        scale = tl.load(scale_ptr + first // BLOCK * GROUPS + k // BLOCK, mask=k < K, other=0.0)
+        result = ()
+        for m in tl.static_range(ROWS):
+            result = result + (xs[m] * scale,)  # noqa: RUF005
+        return result
 
 
 @triton.jit
