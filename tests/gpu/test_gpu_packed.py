@@ -1,0 +1,93 @@
+"""Layers with int4 and block-fp8 weights on a GPU, with every number of rows that takes another way: each against float32
+arithmetic with the dequantised weight and the activations as they are rounded."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.kernels.gemm import block_library
+from engine.kernels.gemm.packed_weight import dequantize
+from engine.layers.gemm_inputs import UnnormedRows
+from engine.layers.linear import Linear
+from engine.layers.quant import FORMATS, packed_gpu
+from engine.layers.quant.float8 import Float8
+from engine.layers.quant.fp8 import FP8, quantize_rows
+from engine.layers.quant.fp8 import dequantize as widened
+from engine.layers.quant.stored import Part, Spec, StoredLinear
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("fp8 needs compute capability 8.9", allow_module_level=True)
+
+DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
+ROWS = (1, 2, 3, 4, 8, 17, 40, 64, 100, 130, 300, 513, 1100)
+LIMIT = 4e-3  # of which rounding the result to bf16 takes 1.7e-3
+SHAPES = [(1024, 512), (4096, 4096), (24576, 1024)]
+
+
+def int4(outputs: int, inner: int) -> Linear:
+    layer = Linear(inner, outputs)
+    layer.use(FORMATS["int4"].linear)
+    layer.weight = nn.Parameter(torch.randn(outputs, inner, device=DEVICE, dtype=BF16), requires_grad=False)
+    layer.finalize()
+    return layer
+
+
+def blocks(outputs: int, inner: int) -> Linear:
+    layer, stored = Linear(inner, outputs), Float8("block", (128, 128), "weight_scale_inv")
+    tensors = {
+        "weight": torch.randn(outputs, inner, device=DEVICE).to(FP8),
+        "weight_scale_inv": torch.rand(outputs // 128, inner // 128, device=DEVICE).add_(0.5).mul_(0.01),
+    }
+    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    layer.use(StoredLinear([Part("part", 0, outputs, stored, specs)], inner, BF16))
+    layer.weight = nn.Parameter(torch.empty(0, device=DEVICE, dtype=BF16), requires_grad=False)
+    for name, tensor in tensors.items():
+        setattr(layer, f"part0_{name}", nn.Parameter(tensor, requires_grad=False))
+    layer.finalize()
+    return layer
+
+
+def off(found: torch.Tensor, due: torch.Tensor) -> float:
+    return float((found.float() - due).norm() / due.norm())
+
+
+@pytest.mark.parametrize(("outputs", "inner"), SHAPES)
+@pytest.mark.parametrize("form", ["int4", "int4 with a copy", "blocks"])
+@torch.inference_mode()
+def test_every_number_of_rows(form: str, outputs: int, inner: int) -> None:
+    torch.manual_seed(0)
+    layer = blocks(outputs, inner) if form == "blocks" else int4(outputs, inner)
+    if form == "int4 with a copy":
+        packed_gpu.keep_int4_copies(layer, 1 << 40)
+        assert (layer.packed.copy is None) == (layer.packed.library_scale is None)
+    weight = dequantize(layer.packed.parts[0], torch.float32)
+    assert layer.wants_fp8(8)
+    for rows in ROWS:
+        x = torch.randn(rows, inner, device=DEVICE, dtype=BF16)
+        seen = x.float() if layer.in_vector_form(rows) else widened(*quantize_rows(x), torch.float32)
+        assert off(layer(x), seen @ weight.T) < LIMIT, rows
+
+
+@pytest.mark.parametrize("make", [int4, blocks])
+@torch.inference_mode()
+def test_one_row_with_what_surrounds_it(make) -> None:
+    torch.manual_seed(0)
+    layer = make(4096, 4096)
+    weight = dequantize(layer.packed.parts[0], torch.float32)
+    x, norm = torch.randn(1, 4096, device=DEVICE, dtype=BF16), torch.rand(4096, device=DEVICE, dtype=BF16) + 0.5
+    normed = nn.functional.rms_norm(x.float(), (4096,), norm.float(), 1e-6)
+    assert off(layer(UnnormedRows(x, norm, 1e-6)), normed @ weight.T) < LIMIT
+    residual = torch.randn(1, 4096, device=DEVICE, dtype=BF16)
+    due = residual.float() + x.float() @ weight.T
+    assert layer.onto(residual, x) is None
+    assert off(residual, due) < LIMIT
+
+
+def test_hoppers_library_has_both_forms_of_blocks() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only on compute capability 9.0")
+    assert block_library.refusal((9, 0), 1) is None
+    assert block_library.refusal((9, 0), 128) is None
