@@ -20,6 +20,7 @@ from engine.errors import ConfigError, ModelError
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear, Router
+from engine.layers.quant.packed_gpu import copies_kept
 from engine.message import msg, reason
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
@@ -63,6 +64,7 @@ class _Shape:
     on_host: int
     per_token: int       # bytes that one decoded token moves: the weights that it uses, states read and written
     layers: tuple[CacheLayer, ...]
+    int4_copies: int     # bytes of second copies of int4 weights
     token_width: int     # numbers a token takes in the widest layer of a step
     row_width: int       # bytes of a sequence's logits, including a capped copy
 
@@ -91,13 +93,16 @@ def plan_engine(config: EngineConfig, card: PlannedGpu, measured: Measured | Non
     page_size = config.block_size or DEFAULT_PAGE_SIZE["cuda"]
     spec = CacheSpec(shape.layers, resolve_kv_dtype(config, dtype).itemsize, page_size)
     usable = int(card.total * config.gpu_memory_utilization)
-    seqs, tokens = gpu_defaults(config, shape.config, spec, dtype, card.total, usable - shape.weights)
+    weights = shape.weights
+    if config.int4_copy == "auto" and config.quantized_activations == "auto" and card.capability == (9, 0):
+        weights += copies_kept(shape.int4_copies, usable - weights)
+    seqs, tokens = gpu_defaults(config, shape.config, spec, dtype, card.total, usable - weights)
     tokens = config.max_num_batched_tokens or tokens
     if measured is None:
         most = min(config.max_num_seqs or seqs, tokens)
         measured = Measured(_activations(shape, dtype, tokens, most), 0, _RESERVED, 0)
     budget = MemoryBudget(
-        card.total, usable, shape.weights, measured.activations, config.kv_cache_memory_bytes, measured.graphs,
+        card.total, usable, weights, measured.activations, config.kv_cache_memory_bytes, measured.graphs,
         measured.overhead, measured.buffers, shape.on_host,
     )  # fmt: skip
     return plan_memory(
@@ -177,8 +182,12 @@ def _built(
     per_position = sum(table.nbytes // table.shape[0] for table in tables.values())
     capped = 4 if config.raw.get("final_logit_softcapping") else 0
     return _Shape(config, loaded_bytes(model), per_position, host_bytes(model), _per_token(model, config),
-                  tuple(model.cache_layers()), _token_width(model, config),
+                  tuple(model.cache_layers()), _int4_copies(model), _token_width(model, config),
                   config.vocab_size * (dtype.itemsize + capped))  # fmt: skip
+
+
+def _int4_copies(model: CausalLM) -> int:
+    return sum(m.method.copy_bytes(m) for m in model.modules() if isinstance(m, Linear))
 
 
 def _token_width(model: CausalLM, config: ModelConfig) -> int:

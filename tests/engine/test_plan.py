@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,14 @@ def test_the_floor_of_a_stream_is_what_the_benchmark_computes():
     for model in CONFIGS:
         floor = floor_bytes(model, device="cuda")
         assert bytes_per_token(EngineConfig(model)) == pytest.approx(floor, rel=0.12), model.name
+
+
+def test_copies_of_int4_weights_count_where_a_gpu_keeps_them():
+    config = EngineConfig(next(c for c in CONFIGS if c.name == "qwen3-8b"), quantization="int4")
+    alone = plan_engine(replace(config, int4_copy="never"), H200).budget.weights
+    copied = plan_engine(config, H200).budget.weights
+    assert copied - alone == 36 * (4096 * (6144 + 4096 + 24576) + 12288 * 4096)
+    assert plan_engine(replace(config, quantized_activations="none"), H200).budget.weights == alone
+    assert plan_engine(config, L4).budget.weights == alone  # its library multiplies no blocks
+    small = PlannedGpu("a third of its memory holds no copies", 24 << 30, (9, 0))
+    assert plan_engine(config, small).budget.weights == alone

@@ -1,5 +1,5 @@
-"""Layers with int4 and block-fp8 weights on a GPU, with every number of rows that takes another way: each against float32
-arithmetic with the dequantised weight and the activations as they are rounded."""
+"""Layers with int4 and block-fp8 weights on a GPU, with every number of rows that takes another way: each against
+float32 arithmetic with the dequantised weight and the activations as they are rounded."""
 
 import pytest
 import torch

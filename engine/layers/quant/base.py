@@ -93,6 +93,11 @@ class LinearMethod(ABC):
         return layer.weight.nbytes
 
 
+    def copy_bytes(self, layer: LinearLayer) -> int:
+        """GPU bytes of a second copy of the weight, which large batches multiply with where memory allows it."""
+        return 0
+
+
 class ExpertLayer(Sides, Protocol):
     """As LinearLayer, of a stack of experts (engine/layers/moe.py)."""
 

@@ -29,6 +29,7 @@ from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 
 _BLOCK_ELEMENTS = 1 << 18  # quantised at a time: float32 copies that stay in a core's cache
 _OUTPUTS = 64              # a multiple of this many: the blocks that a CPU's int4 kernel reads
+_COPIED_GROUP = 128        # kernels/gemm/block_library.py
 _CUT = 0.88
 _SMALLEST = 1e-12          # a group of zeros has a scale, too
 
@@ -58,6 +59,11 @@ class OnlineIntegers(Unquantized):
 
     def num_bytes(self, layer: LinearLayer) -> int:
         return packed_bytes(self.bits, self._group(layer), layer.out_features, layer.in_features, 2, zero=False)
+
+    def copy_bytes(self, layer: LinearLayer) -> int:
+        sides = layer.out_features, layer.in_features
+        wanted = self.bits == 4 and self._group(layer) == _COPIED_GROUP and not any(n % _COPIED_GROUP for n in sides)
+        return sides[0] * sides[1] if wanted else 0
 
     def _group(self, layer: Sides) -> int:
         return group_of(self.group, layer.in_features)

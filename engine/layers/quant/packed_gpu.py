@@ -110,6 +110,11 @@ def _library_refusal(device: torch.device, block_rows: int) -> str | None:
     return block_library.refusal(target_of(device).capability, block_rows)
 
 
+def copies_kept(need: int, free: int) -> int:
+    """Bytes of second copies that are kept, of `need`, beside weights that leave `free` bytes."""
+    return need if need <= free // 3 else 0
+
+
 def keep_int4_copies(model: nn.Module, free: int) -> None:
     """After loading: keep int4 weights as e4m3 numbers, too, if a third of the `free` bytes holds them. Large batches
     multiply with these; without them, the numbers are made for each product."""
@@ -118,7 +123,7 @@ def keep_int4_copies(model: nn.Module, free: int) -> None:
     layers = [packed for m in model.modules() if isinstance(packed := getattr(m, "packed", None), PackedParts)]
     wanting = [packed for packed in layers if packed.library_scale is not None and packed.grouped.pair > 0]
     need = sum(math.prod(packed.grouped.shape) for packed in wanting)
-    if not need or need > free // 3:
+    if not copies_kept(need, free):
         return
     for packed in wanting:
         packed.copy = group_scaled.as_e4m3(packed.grouped)
