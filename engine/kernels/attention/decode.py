@@ -61,11 +61,11 @@ def _decode_kernel(
             k_ptr, v_ptr, pages, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
         )
         of_k, of_v = tile_scales(
-            k_scale, v_scale, pages, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, PAGE, TILE
+            k, k_scale, v_scale, pages, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, PAGE, TILE
         )
         pages = pages_of(table, at + TILE, first, end, PAGE, TILE)
         m, total, acc = attend_cached(q, k, v, of_k, of_v, m, total, acc, live[None, :], scale, softcap, SOFTCAP)
-    out = acc * whole_scale(v_scale) / total[:, None]
+    out = acc * whole_scale(v_ptr, v_scale) / total[:, None]
     used = tl.cdiv(seq_len - aligned, per_split * TILE)  # slices that are not empty
     if SPLITS == 1 or used == 1:
         tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)

@@ -106,12 +106,12 @@ def page_tile(
 
 @triton.jit
 def tile_scales(
-    k_scale, v_scale, pages, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
+    k, k_scale, v_scale, pages, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
     D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Scales of the keys and values of `page_tile`: one number each, or [TILE] of an int8 cache, zeros outside
-    [begin, end)."""
-    if k_scale.dtype.is_ptr():
+    """Scales of the keys `k` and the values that `page_tile` returns: one number each, or [TILE] of an int8 cache, with
+    zeros outside [begin, end)."""
+    if k.dtype == tl.int8:
         token = at + tl.arange(0, TILE)
         live = (token >= begin) & (token < end)
         within = (token % PAGE) * (k_stride_token // D) + h * (k_stride_head // D)
@@ -122,9 +122,9 @@ def tile_scales(
 
 
 @triton.jit
-def whole_scale(scale):
+def whole_scale(v_ptr, scale):
     """The factor of all cached values, with which an output is multiplied at the end."""
-    if scale.dtype.is_ptr():  # each value has had its own
+    if v_ptr.dtype.element_ty == tl.int8:  # each value has had its own
         return 1.0
     else:
         return scale
