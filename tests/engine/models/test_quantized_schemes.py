@@ -1,5 +1,7 @@
 """Groups of 128, activations that are rounded too, numbers packed another way round, and quantised embeddings."""
 
+import json
+
 import pytest
 import quantized_files as files
 import torch
@@ -92,6 +94,57 @@ def test_a_scale_of_activations_that_is_no_single_number_is_refused(written, tmp
     packed = changed(written(name), tmp_path, lambda t: t | {f"{DOWN}.input_scale": torch.ones(5)})
     with pytest.raises(ModelError, match=rf"{DOWN}\.input_scale has shape"):
         loaded(packed)
+
+
+# -- ModelOpt ----------------------------------------------------------------------------------------------------------
+
+
+def in_a_file_of_its_own(packed, quantization):
+    """As older exports of ModelOpt: config.json says nothing, hf_quant_config.json does."""
+    raw = json.loads((packed / "config.json").read_text())
+    del raw["quantization_config"]
+    (packed / "config.json").write_text(json.dumps(raw))
+    whole = {"producer": {"name": "modelopt", "version": "0.39"}, "quantization": quantization}
+    (packed / "hf_quant_config.json").write_text(json.dumps(whole))
+
+
+def modelopt_writer(module):
+    if module.endswith(("q_proj", "k_proj", "v_proj")):
+        return ROUNDED["modelopt fp8"][1]
+    return files.float4("modelopt") if module.endswith(("gate_proj", "up_proj", "down_proj")) else None
+
+
+MIXED = {
+    f"model.layers.0.{module}": {"quant_algo": "FP8"} if "attn" in module else {"quant_algo": "NVFP4", "group_size": 16}
+    for module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
+                   "mlp.down_proj")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [MIXED, {**MIXED, DOWN: {"quant_algo": "W4A8_AWQ"}}], ids=["known", "unknown"])
+def test_attention_in_fp8_and_the_rest_in_nvfp4(tiny_llama_dir, tmp_path, layers):
+    packed = files.save(tiny_llama_dir("gqa", **WIDE), tmp_path / "m", {}, modelopt_writer)
+    in_a_file_of_its_own(packed, {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None,
+                                  "quantized_layers": layers})  # fmt: skip
+    if layers is not MIXED:
+        with pytest.raises(ModelError, match=rf"{DOWN}.*W4A8_AWQ"):
+            loaded(packed)
+        return
+    plain = linears(loaded(packed.parent / "plain"))
+    for module, linear in linears(loaded(packed)).items():
+        assert torch.equal(linear.weight, plain[module].weight), module
+
+
+def test_modules_that_a_pattern_excludes(tiny_llama_dir, tmp_path):
+    def writer(module):
+        return files.float4("modelopt") if "mlp" in module else None
+
+    packed = files.save(tiny_llama_dir("gqa", **WIDE), tmp_path / "m", {}, writer)
+    in_a_file_of_its_own(packed, {"quant_algo": "NVFP4", "group_size": 16,
+                                  "exclude_modules": ["lm_head", "model.layers.*.self_attn*"]})  # fmt: skip
+    plain = linears(loaded(packed.parent / "plain"))
+    for module, linear in linears(loaded(packed)).items():
+        assert torch.equal(linear.weight, plain[module].weight), module
 
 
 # -- packed another way round ------------------------------------------------------------------------------------------
