@@ -1,17 +1,25 @@
 """KV caches for the self-test: pages that sequences share, in the formats that a cache can have."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from engine.kernels.pointwise.reference import to_int8
 
-if TYPE_CHECKING:
-    from engine.selftest.checks import Side
-
 PAGE = 16
 FP8 = torch.float8_e4m3fn
 _NAN = float("nan")
+
+
+class Numbers(Protocol):
+    """What a side of a comparison draws its numbers with (checks.Side)."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def randn(self, *shape: int) -> torch.Tensor: ...
+
+    def ints(self, values: Any) -> torch.Tensor: ...
 
 
 class Pages:
@@ -21,7 +29,7 @@ class Pages:
     as their scale.
     """
 
-    def __init__(self, side: "Side", lengths: list[int], kv_heads: int, dim: int, cache: torch.dtype | None) -> None:
+    def __init__(self, side: Numbers, lengths: list[int], kv_heads: int, dim: int, cache: torch.dtype | None) -> None:
         counts = [-(-n // PAGE) for n in lengths]
         total = sum(counts) + 1  # page 0 is the null page
         order = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(2)) + 1).int()
