@@ -14,9 +14,10 @@ from engine.message import msg
 CHECKPOINT_QUANTIZATION = frozenset({"awq", "compressed-tensors", "gptq", "modelopt"})  # methods of checkpoints
 ONLINE_INTEGERS = frozenset({"int8", "int4", "int4-g32"})  # of 16-bit checkpoints, while they load
 CPU_QUANTIZATION = ONLINE_INTEGERS | CHECKPOINT_QUANTIZATION
-CPU_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "float32"})
+INT8_KV = frozenset({"int8", "int8_per_token_head"})  # the second is vLLM's name
+CPU_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "float32"}) | INT8_KV
 CUDA_QUANTIZATION = frozenset({"fp8"}) | ONLINE_INTEGERS | CHECKPOINT_QUANTIZATION
-CUDA_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
+CUDA_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"}) | INT8_KV
 MIN_COMPUTE_CAPABILITY = (8, 0)  # bf16 tensor cores
 FP8_COMPUTE_CAPABILITY = (8, 9)
 
@@ -53,6 +54,11 @@ def check_capabilities(config: EngineConfig, device: str) -> None:
             msg("--kv-cache-dtype {kv_cache_dtype} is not available on {device}.",
                 kv_cache_dtype=config.kv_cache_dtype, device=device), "--kv-cache-dtype",
             msg("Use one of: {kv_dtypes}.", kv_dtypes=", ".join(sorted(kv_dtypes))),
+        )
+    if config.batch_invariant and config.kv_cache_dtype in INT8_KV:
+        raise ConfigError(
+            msg("--batch-invariant is not available with an int8 KV cache."), "--batch-invariant",
+            msg("Leave one of the two out, or use --kv-cache-dtype fp8."),
         )
     if config.mamba_ssm_cache_dtype not in ("auto", *STATE_DTYPES):
         raise ConfigError(

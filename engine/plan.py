@@ -15,7 +15,7 @@ import torch
 from engine.capabilities import MIN_COMPUTE_CAPABILITY, check_capabilities
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, plan_memory
-from engine.core.kv.spec import CacheLayer, CacheSpec, StateLayer
+from engine.core.kv.spec import CacheLayer, StateLayer
 from engine.errors import ConfigError, ModelError
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear
@@ -28,6 +28,7 @@ from engine.models.loading.loader import quantize
 from engine.models.loading.quantized import use_stored_formats
 from engine.models.registry import model_class
 from engine.worker.build import DEFAULT_SEQS, gpu_defaults, resolve_dtype, resolve_kv_dtype, wanted_context
+from engine.worker.cache import cache_spec
 from engine.worker.memory import host_bytes, loaded_bytes
 
 _RESERVED = 5 * GIB // 4  # for the CUDA context, kernels' code, library workspaces, graphs and buffers
@@ -91,7 +92,7 @@ def plan_engine(config: EngineConfig, card: PlannedGpu, measured: Measured | Non
     shape = _shape_of(config)
     dtype, wanted = resolve_dtype(config, shape.config), wanted_context(config, shape.config)
     page_size = config.block_size or DEFAULT_PAGE_SIZE["cuda"]
-    spec = CacheSpec(shape.layers, resolve_kv_dtype(config, dtype).itemsize, page_size)
+    spec = cache_spec(shape.layers, resolve_kv_dtype(config, dtype), page_size)
     usable = int(card.total * config.gpu_memory_utilization)
     weights = shape.weights
     if config.int4_copy == "auto" and config.quantized_activations == "auto" and card.capability == (9, 0):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from engine.kernels.attention.reference import AttentionBatch, as_cached, paged_attention, write_kv
+from engine.kernels.pointwise.kv_format import KvScale
 from engine.layers.context import DeviceBatch, get_context
 from engine.layers.norm import RMSNorm, WideRMSNorm, unit_rms
 from engine.layers.rope import Rope, rotate
@@ -26,7 +27,8 @@ class Attention(nn.Module):
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     batch_invariant = False  # GPU: use attention.batch_invariant in all steps; then decode steps have tiles, too
-    k_scale = v_scale = 1.0  # an fp8 cache holds k / k_scale and v / v_scale (models/loading/kv_scales.py)
+    k_scale: KvScale = 1.0  # an fp8 cache holds k / k_scale and v / v_scale (models/loading/kv_scales.py);
+    v_scale: KvScale = 1.0  # of an int8 cache these are its own scales, which the worker binds
     group: int = 0   # whose pages these are (engine/core/kv/spec.py); the worker sets it
 
     def __init__(

@@ -5,7 +5,6 @@ from unittest.mock import patch
 import torch
 
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from engine.core.kv.spec import CacheSpec
 from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.runtime.launcher import Job, recording
 from engine.layers.quant import fp8
@@ -14,6 +13,7 @@ from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_with_nothing
 from engine.prebuild.without_gpu import GPU, without_gpu
 from engine.worker.build import empty_model, gpu_defaults, resolve_dtype, resolve_kv_dtype
+from engine.worker.cache import cache_spec
 from engine.worker.memory import loaded_bytes
 from engine.worker.memory_profile import kernels_of_a_start
 
@@ -30,7 +30,7 @@ def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
     with quick, without_gpu(target), recording(target) as jobs, torch.inference_mode():
         model = empty_model(config, model_config, GPU)
         page_size = config.block_size or DEFAULT_PAGE_SIZE["cuda"]
-        spec = CacheSpec(tuple(model.cache_layers()), resolve_kv_dtype(config, dtype).itemsize, page_size)
+        spec = cache_spec(model.cache_layers(), resolve_kv_dtype(config, dtype), page_size)
         if config.per_layer_embeddings != "gpu":
             for table in model.lookup_tables():
                 table.on_host = True

@@ -1,8 +1,8 @@
 """What the self-test computes: each check once with the Triton kernels and once with their plain references.
 
 `CHECKS` lists them. The variants cover what differs: head sizes and groups, one slice or several, padded and full
-tiles, window and softcap, bf16 and fp8. Every slot of the KV cache that no sequence owns holds NaN, which exposes a
-kernel that reads what it must not.
+tiles, window and softcap, bf16, fp8 and int8. Every slot of the KV cache that no sequence owns holds NaN, which
+exposes a kernel that reads what it must not.
 """
 
 import time
@@ -22,10 +22,9 @@ from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.tiles import VECTOR_TOKENS
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.attention import tile_tokens
-from engine.selftest.compare import Result, exact, fp8_kv, fp8_products, fp8_rows, numbers
+from engine.selftest.compare import Result, exact, fp8_kv, fp8_products, fp8_rows, int8_kv, numbers
+from engine.selftest.pages import FP8, PAGE, Pages, int8_cache
 
-PAGE = 16
-_FP8 = torch.float8_e4m3fn
 _NAN = float("nan")
 
 
@@ -126,31 +125,12 @@ class Check:
 # Attention.
 
 
-class Pages:
-    """Keys and values of sequences with given lengths, in shuffled pages, and the block table. Row 0 owns nothing."""
-
-    def __init__(self, side: Side, lengths: list[int], kv_heads: int, dim: int, is_fp8: bool) -> None:
-        counts = [-(-n // PAGE) for n in lengths]
-        total = sum(counts) + 1  # page 0 is the null page
-        order = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(2)) + 1).int()
-        table = torch.zeros(len(lengths) + 1, max(counts) + 1, dtype=torch.int32)
-        slots = []
-        for row, (length, pages) in enumerate(zip(lengths, order.split(counts), strict=True), 1):
-            table[row, : len(pages)] = pages
-            slots.append((pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length])
-        both = torch.full((2, total * PAGE, kv_heads, dim), _NAN, device=side.device)
-        both[:, torch.cat(slots).to(side.device)] = side.randn(2, sum(lengths), kv_heads, dim).float()
-        self.k, self.v = both.to(_FP8 if is_fp8 else side.dtype).unflatten(1, (total, PAGE)).unbind(0)
-        self.table = table.to(side.device)
-        self.rows = side.ints(range(1, len(lengths) + 1))
-        self.scales = {"k_scale": 0.7, "v_scale": 1.3} if is_fp8 else {}
-
-
 def decode(
-    side: Side, *, dim: int, group: int, splits: int = 1, is_fp8: bool = False, kv_heads: int = 2, **options: Any
-) -> list[Result]:
+    side: Side, *, dim: int, group: int, splits: int = 1, cache: torch.dtype | None = None, kv_heads: int = 2,
+    **options: Any,
+) -> list[Result]:  # fmt: skip
     lengths = [1, 17, 333, 900]
-    pages = Pages(side, lengths, kv_heads, dim, is_fp8)
+    pages = Pages(side, lengths, kv_heads, dim, cache)
     q = _queries(side, len(lengths), group * kv_heads, kv_heads, dim)
     out = torch.full(q.shape, _NAN, dtype=side.dtype, device=side.device)
     with side.clock():
@@ -162,11 +142,11 @@ def decode(
 
 
 def mixed(
-    side: Side, *, dim: int, group: int, is_fp8: bool = False, kv_heads: int = 2, **options: Any
+    side: Side, *, dim: int, group: int, cache: torch.dtype | None = None, kv_heads: int = 2, **options: Any
 ) -> list[Result]:
     """Whole prompts, later chunks and single tokens in one launch."""
     chunks = [(0, 1), (70, 1), (0, 17), (333, 1), (33, 40), (64, 64), (250, 90), (0, 150)]
-    pages = Pages(side, [start + count for start, count in chunks], kv_heads, dim, is_fp8)
+    pages = Pages(side, [start + count for start, count in chunks], kv_heads, dim, cache)
     block_q = tile_tokens(group * kv_heads, kv_heads, dim, side.device)
     starts, counts = (side.ints(column) for column in zip(*chunks, strict=True))
     tiles = [(i, first) for i, (_, count) in enumerate(chunks) for first in range(0, count, block_q)]
@@ -309,15 +289,16 @@ def quantize_rows(side: Side) -> list[Result]:
     return fp8_rows(y)
 
 
-def rope(side: Side, *, dim: int, heads: int, kv_heads: int, with_norm: bool, is_fp8: bool) -> list[Result]:
+def rope(
+    side: Side, *, dim: int, heads: int, kv_heads: int, with_norm: bool, cache: torch.dtype | None = None
+) -> list[Result]:
     tokens = 6
     qkv = side.strided(tokens, (heads + 2 * kv_heads) * dim)
     angle = torch.arange(100.0)[:, None, None] * 10_000 ** (-torch.arange(dim // 2) / (dim // 2))
     angle = angle.to(side.device)
     positions = side.ints([i * 37 % 100 for i in range(tokens)]).long()
     slots = side.ints([(i * 29 + 5) % (8 * PAGE) for i in range(tokens)]).long()
-    both = torch.zeros(2, 8, PAGE, kv_heads, dim, device=side.device).to(_FP8 if is_fp8 else side.dtype)
-    options: dict[str, Any] = {"k_scale": 0.02, "v_scale": 0.05} if is_fp8 else {}
+    both, options = _empty_cache(side, kv_heads, dim, cache)
     if with_norm:
         q_norm, k_norm = (1 + side.randn(dim) * 0.1 for _ in range(2))
         options |= {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
@@ -326,19 +307,38 @@ def rope(side: Side, *, dim: int, heads: int, kv_heads: int, with_norm: bool, is
             qkv, angle.cos(), angle.sin(), positions, slots, both[0], both[1], heads, **options
         )
     keys = qkv[:, heads * dim : (heads + kv_heads) * dim]
-    return [numbers(q, 3), numbers(keys, 3), *((fp8_kv(kv) if is_fp8 else numbers(kv, 3)) for kv in both)]
+    return [numbers(q, 3), numbers(keys, 3), *_written(both, options)]
 
 
-def heads(side: Side, *, dim: int, pairs: int, distance: int, is_fp8: bool = False, **options: Any) -> list[Result]:
+def _empty_cache(
+    side: Side, kv_heads: int, dim: int, cache: torch.dtype | None
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Keys and values of eight pages, and their scales as keyword arguments."""
+    zeros = torch.zeros(2, 8, PAGE, kv_heads, dim, device=side.device)
+    if cache == torch.int8:
+        (k, k_scale), (v, v_scale) = map(int8_cache, zeros)
+        return [k, v], {"k_scale": k_scale.zero_(), "v_scale": v_scale.zero_()}
+    return [*zeros.to(cache or side.dtype)], {"k_scale": 0.02, "v_scale": 0.05} if cache == FP8 else {}
+
+
+def _written(both: list[torch.Tensor], options: dict[str, Any]) -> list[Result]:
+    """What was written to a cache that was empty."""
+    if both[0].dtype == torch.int8:
+        return [int8_kv(kv, options[name]) for kv, name in zip(both, ("k_scale", "v_scale"), strict=True)]
+    return [fp8_kv(kv) if kv.dtype == FP8 else numbers(kv, 3) for kv in both]
+
+
+def heads(
+    side: Side, *, dim: int, pairs: int, distance: int, cache: torch.dtype | None = None, **options: Any
+) -> list[Result]:
     """Four heads of q, two of k and v, with the given options."""
     tokens, num_heads, kv_heads = 6, 4, 2
     x = side.strided(tokens, (num_heads + (1 if options.get("k_eq_v") else 2) * kv_heads) * dim)
     angle = (torch.arange(100.0)[:, None, None] * 10_000 ** (-torch.arange(pairs) / pairs)).to(side.device)
     positions = side.ints([i * 37 % 100 for i in range(tokens)]).long()
     slots = side.ints([(i * 29 + 5) % (8 * PAGE) for i in range(tokens)]).long()
-    both = torch.zeros(2, 8, PAGE, kv_heads, dim, device=side.device).to(_FP8 if is_fp8 else side.dtype)
-    if is_fp8:
-        options |= {"k_scale": 0.02, "v_scale": 0.05}
+    both, scales = _empty_cache(side, kv_heads, dim, cache)
+    options |= scales
     q_norm, k_norm = (side.randn(dim) * 0.1 for _ in range(2))
     with side.clock():
         q, own = side.heads.heads_and_write_kv(
@@ -346,7 +346,7 @@ def heads(side: Side, *, dim: int, pairs: int, distance: int, is_fp8: bool = Fal
             q_norm=q_norm, k_norm=k_norm, offset=1.0, keep=True, **options,
         )  # fmt: skip
     assert own is not None
-    return [numbers(q, 3), numbers(own, 3), *((fp8_kv(kv) if is_fp8 else numbers(kv, 3)) for kv in both)]
+    return [numbers(q, 3), numbers(own, 3), *_written(both, options)]
 
 
 # Inputs of a step.
@@ -378,14 +378,16 @@ def _attention_checks() -> Iterator[Check]:
         ("decode d96, one slice", decode, False, {"dim": 96, "group": 3}),
         ("decode d256", decode, False, {"dim": 256, "group": 2, "splits": 4}),
         ("decode d512", decode, False, {"dim": 512, "group": 8, "splits": 8}),
-        ("decode d128 fp8", decode, True, {"dim": 128, "group": 5, "splits": 8, "is_fp8": True}),
+        ("decode d128 fp8", decode, True, {"dim": 128, "group": 5, "splits": 8, "cache": FP8}),
+        ("decode d128 int8", decode, False, {"dim": 128, "group": 5, "splits": 8, "cache": torch.int8}),
         ("mixed d128", mixed, False, {"dim": 128, "group": 4}),
         ("mixed d64 window softcap", mixed, False, {"dim": 64, "group": 7, "window": 100, "softcap": 5.0}),
         ("mixed d80", mixed, False, {"dim": 80, "group": 1}),
         ("mixed d96", mixed, False, {"dim": 96, "group": 3}),
         ("mixed d256", mixed, False, {"dim": 256, "group": 2}),
         ("mixed d512", mixed, False, {"dim": 512, "group": 8}),
-        ("mixed d128 fp8", mixed, True, {"dim": 128, "group": 5, "is_fp8": True}),
+        ("mixed d128 fp8", mixed, True, {"dim": 128, "group": 5, "cache": FP8}),
+        ("mixed d128 int8", mixed, False, {"dim": 128, "group": 5, "cache": torch.int8}),
     ]:  # fmt: skip
         yield Check(name, partial(kernel, **options), needs_fp8)
 
@@ -420,12 +422,14 @@ CHECKS: list[Check] = [
     Check("gate to fp8", partial(gate_mul, inner=10240, kind="silu", quantize=True), True),
     Check("softcap", softcap),
     Check("quantise", quantize_rows, True),
-    Check("rope, KV write", partial(rope, dim=64, heads=7, kv_heads=1, with_norm=False, is_fp8=False)),
-    Check("norm, rope, KV write", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, is_fp8=False)),
-    Check("norm, rope, KV write fp8", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, is_fp8=True), True),
+    Check("rope, KV write", partial(rope, dim=64, heads=7, kv_heads=1, with_norm=False)),
+    Check("norm, rope, KV write", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True)),
+    Check("norm, rope, KV write fp8", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, cache=FP8), True),
+    Check("norm, rope, KV write int8", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, cache=torch.int8)),
     Check("heads d256, partial rope", partial(heads, dim=256, pairs=32, distance=32)),
     Check("heads d512, keys as values", partial(heads, dim=512, pairs=64, distance=256, v_norm=True, k_eq_v=True)),
-    Check("heads d256 fp8", partial(heads, dim=256, pairs=128, distance=128, is_fp8=True), True),
+    Check("heads d256 fp8", partial(heads, dim=256, pairs=128, distance=128, cache=FP8), True),
+    Check("heads d256 int8", partial(heads, dim=256, pairs=128, distance=128, cache=torch.int8)),
     Check("step inputs", inputs),
     *_attention_checks(),  # they take longest to compile
 ]

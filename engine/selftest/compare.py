@@ -4,6 +4,7 @@ so that a large row does not hide errors in others.
     numbers   largest |a - b| / (|b| + rms of b's row): relative for large numbers, absolute for those near 0
     fp8       rms(a - b) / rms(b) of a row's dequantised numbers, because a number on the border between two steps of
               e4m3, 1/8 apart, may be rounded either way. Scales separately, each relative to itself
+    int8      rms(a - b) / rms(b) of a row of a KV cache
     exact     share of unequal entries; none are allowed
 """
 
@@ -13,7 +14,7 @@ import torch
 
 # The error that one rounding to the dtype and another order of summation may cause: the bound of `numbers`.
 _BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
-_SCALE_BOUND, _FP8_BOUND, _FP8_KV_BOUND = 1e-2, 4e-2, 6e-2  # the rows of a KV cache are short
+_SCALE_BOUND, _FP8_BOUND, _FP8_KV_BOUND, _INT8_KV_BOUND = 1e-2, 4e-2, 6e-2, 1e-2  # the rows of a KV cache are short
 _TINY = 1e-30
 
 
@@ -57,6 +58,11 @@ def fp8_rows(quantised: tuple[torch.Tensor, torch.Tensor]) -> list[Result]:
 def fp8_kv(cache: torch.Tensor) -> Result:
     """fp8 keys or values with a given scale."""
     return Result(cache.float(), _FP8_KV_BOUND, "rms")
+
+
+def int8_kv(cache: torch.Tensor, scale: torch.Tensor) -> Result:
+    """int8 keys or values with a scale for each token and head."""
+    return Result(cache.float() * scale[..., None], _INT8_KV_BOUND, "rms")
 
 
 def fp8_products(tensor: torch.Tensor) -> Result:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.capabilities import (
+    INT8_KV,
     MIN_COMPUTE_CAPABILITY,
     ONLINE_INTEGERS,
     check_capabilities,
@@ -45,7 +46,7 @@ from engine.models.loading.loader import compute_in, fill_randomly, load_weights
 from engine.models.loading.quantized import stays_fp8, use_stored_formats
 from engine.models.registry import model_class
 from engine.text.grammar.compiler import GrammarCompiler
-from engine.worker.cache import Cache
+from engine.worker.cache import Cache, cache_spec
 from engine.worker.embedding_offload import keep_tables, lock_tables
 from engine.worker.memory import (
     GpuMemory,
@@ -104,7 +105,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 
     kv_dtype = resolve_kv_dtype(config, compute)
     page_size = config.block_size or DEFAULT_PAGE_SIZE[device.type]
-    spec = CacheSpec(tuple(model.cache_layers()), kv_dtype.itemsize, page_size)
+    spec = cache_spec(model.cache_layers(), kv_dtype, page_size)
     default_seqs = DEFAULT_SEQS[device.type]
     default_tokens = _DEFAULT_BATCHED_TOKENS[device.type]
     if gpu is not None:
@@ -130,7 +131,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         if kv_dtype.itemsize <= resolve_kv_dtype(config, dtype).itemsize:
             raise
         kv_dtype = dtype  # half the memory; only a little slower
-        spec = CacheSpec(tuple(model.cache_layers()), kv_dtype.itemsize, page_size)
+        spec = cache_spec(model.cache_layers(), kv_dtype, page_size)
         plan = plan_memory(budget, spec, **wishes)
     if gpu is not None:
         plan = replace(plan, notes=(*plan.notes, *arithmetic_notes(model, dtype, device)))
@@ -347,6 +348,8 @@ def resolve_kv_dtype(config: EngineConfig, compute: torch.dtype) -> torch.dtype:
     """
     if config.kv_cache_dtype in ("fp8", "fp8_e4m3"):
         return torch.float8_e4m3fn
+    if config.kv_cache_dtype in INT8_KV:
+        return torch.int8
     return compute if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
 
 

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.core.kv.spec import AttentionLayer, CacheSpec, StateLayer
+from engine.core.kv.spec import AttentionLayer, CacheLayer, CacheSpec, StateLayer
+
+_SCALE = torch.float32  # of an int8 cache
 
 
 class Cache:
@@ -18,6 +20,10 @@ class Cache:
     tokens for one layer after another, and a layer's pages are strided:
 
         | null page | slab 0: [k0 v0 k1 v1 ...] [k0 v0 k1 v1 ...] | slab 1: [state 0, state 1, ...] | ... |
+
+    An int8 cache has a scale for each token and head, in the layer's page: [k, scales of k, v, scales of v]. Scales
+    [num_pages, page_size, Hkv] lie like the numbers that they are for: a stride of theirs is that of the numbers,
+    divided by D (from page to page: by 4, the bytes of a scale). The attention kernels rely on that.
 
     Within a layer's page, a CPU has tokens before heads, [page_size, Hkv, D], because it gathers whole pages. A GPU has
     heads before tokens, because a program of its attention reads one head: 4 KiB in one piece instead of sixteen.
@@ -31,11 +37,14 @@ class Cache:
         self.num_slabs = num_slabs
         self.memory = _zeros(num_slabs * spec.slab_bytes + spec.fixed_bytes, device)
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of an int8 cache's k and v
         self.states: dict[int, tuple[torch.Tensor, ...]] = {}
         self._begin = max(spec.page_strides)  # where the first slab begins
-        self._heads_first = device.type == "cuda"
-        if len(spec.per_slab) == 1:
+        self._heads_first = _is_gpu(device)
+        if len(spec.per_slab) == 1 and not spec.scale_bytes:
             self._cut_layers(dtype)
+        elif len(spec.per_slab) == 1:
+            self._cut_scaled_layers(dtype)
         else:
             self._cut_pages(dtype)
             self._cut_slots()
@@ -57,6 +66,8 @@ class Cache:
                 source = i if layer.kv_from is None else layer.kv_from
                 module.k_cache, module.v_cache = self.kv[source]
                 module.group = group_of[source]  # type: ignore[assignment]
+                if source in self.scales:
+                    module.k_scale, module.v_scale = self.scales[source]
             else:
                 module.state = self.states[i]  # type: ignore[assignment]
 
@@ -82,23 +93,46 @@ class Cache:
             self.kv[i] = key, value
             at += size
 
+    def _cut_scaled_layers(self, dtype: torch.dtype) -> None:
+        """Each layer's pages follow one another, each with the scales of its numbers."""
+        at = 0
+        for i, layer in self.spec.storing.items():
+            stride = 2 * self._bytes_of(layer, dtype)
+            self._cut_layer(i, layer, dtype, at, stride, self.num_slabs + 1)
+            at += stride * (self.num_slabs + 1)
+
     def _cut_pages(self, dtype: torch.dtype) -> None:
         """Page 0 of each group (the null page) ends where the first slab begins."""
-        spec, memory = self.spec, self.memory.view(dtype)
+        spec = self.spec
         for group, per, stride in zip(spec.groups, spec.per_slab, spec.page_strides, strict=False):
             at = self._begin - stride
             for i in group.layers:
                 layer = spec.storing[i]
-                row = layer.num_kv_heads * layer.head_dim
-                shape = (self.num_slabs * per + 1, spec.page_size, layer.num_kv_heads, layer.head_dim)
-                token, head = row, layer.head_dim
-                if self._heads_first:
-                    token, head = layer.head_dim, spec.page_size * layer.head_dim
-                strides = (stride // dtype.itemsize, token, head, 1)
-                size = spec.page_size * row * dtype.itemsize
-                key, value = (memory.as_strided(shape, strides, start // dtype.itemsize) for start in (at, at + size))
-                self.kv[i] = key, value
-                at += 2 * size
+                self._cut_layer(i, layer, dtype, at, stride, self.num_slabs * per + 1)
+                at += 2 * self._bytes_of(layer, dtype)
+
+    def _bytes_of(self, layer: AttentionLayer, dtype: torch.dtype) -> int:
+        """Bytes of a layer's keys in a page, or of its values."""
+        return self.spec.page_size * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + self.spec.scale_bytes)
+
+    def _cut_layer(self, i: int, layer: AttentionLayer, dtype: torch.dtype, at: int, stride: int, pages: int) -> None:
+        """Keys and values of layer `i`: its part of a page begins at byte `at` of the first one, and `stride` bytes
+        later in the next."""
+        page_size, heads, dim = self.spec.page_size, layer.num_kv_heads, layer.head_dim
+        token, head = (1, page_size) if self._heads_first else (heads, 1)
+        memory, scales = self.memory.view(dtype), self.memory.view(_SCALE) if self.spec.scale_bytes else None
+        cut, cut_scales = [], []
+        for start in (at, at + self._bytes_of(layer, dtype)):
+            strides = (stride // dtype.itemsize, token * dim, head * dim, 1)
+            cut.append(memory.as_strided((pages, page_size, heads, dim), strides, start // dtype.itemsize))
+            if scales is not None:
+                behind = start + page_size * heads * dim * dtype.itemsize
+                cut_scales.append(scales.as_strided(
+                    (pages, page_size, heads), (stride // _SCALE.itemsize, token, head), behind // _SCALE.itemsize
+                ))  # fmt: skip
+        self.kv[i] = cut[0], cut[1]
+        if cut_scales:
+            self.scales[i] = cut_scales[0], cut_scales[1]
 
     def _cut_slots(self) -> None:
         at, stride = self._begin, self.spec.slot_stride
@@ -114,6 +148,15 @@ class Cache:
                 ))  # fmt: skip
                 at += size
             self.states[i] = tuple(tensors)
+
+
+def cache_spec(layers: Sequence[CacheLayer], dtype: torch.dtype, page_size: int) -> CacheSpec:
+    """What `layers` keep in a cache of `dtype`."""
+    return CacheSpec(tuple(layers), dtype.itemsize, page_size, _SCALE.itemsize if dtype == torch.int8 else 0)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:

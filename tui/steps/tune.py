@@ -98,7 +98,8 @@ class TuneBody(StepBody):
         share, precision = self.query_one("#knob-share", Knob), self.query_one("#knob-precision", Knob)
         share.steps = tuple(f"{n / 100:.2f}" for n in (*range(50, 100, 5), 97))
         share.value = f"{knobs.gpu_memory_utilization:.2f}"
-        precision.steps, precision.value = ("auto", "fp8"), knobs.kv_cache_dtype
+        # A precision that somebody chose by hand stays; the tuner itself tries only these two.
+        precision.steps, precision.value = tuple({"auto": 0, "fp8": 0, knobs.kv_cache_dtype: 0}), knobs.kv_cache_dtype
         self._turned()
 
     def knobs(self) -> "Knobs":

@@ -49,7 +49,7 @@ def plan(
         str | None, typer.Option("--quantization", metavar="FORMAT", help="fp8, or none (default: none, if it fits).")
     ] = None,
     kv_cache_dtype: Annotated[
-        str | None, typer.Option("--kv-cache-dtype", metavar="DTYPE", help="auto or fp8 (auto).")
+        str | None, typer.Option("--kv-cache-dtype", metavar="DTYPE", help="auto, fp8 or int8 (auto).")
     ] = None,
     share: Annotated[
         float | None,

@@ -72,7 +72,8 @@ def command(
     target: Annotated[
         list[str] | None,
         typer.Option("--target", metavar="NAME=VALUE", help="Targets: ttft, tpot, itl, e2el (ms), share, users, "
-                                                            "output_throughput, request_throughput, error_rate."),
+                                                            "output_throughput, request_throughput, error_rate, "
+                                                            "perplexity_rise, top1_agreement."),
     ] = None,
     requests: Annotated[
         int | None, typer.Option("--requests", metavar="N", min=1, help="Requests of each load (default: as the "
@@ -84,6 +85,11 @@ def command(
     soak: Annotated[
         float | None, typer.Option("--soak", metavar="S", min=0, help="Seconds of the soak test; 0 skips it (120).")
     ] = None,
+    quality_reference: Annotated[
+        Path | None,
+        typer.Option("--quality-reference", metavar="FILE", help="Scores of the 16-bit weights, written by atoll bench "
+                                                                 "quality --save."),
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option("--report", metavar="DIR", help="Where the report goes (default: in the installation)."),
@@ -91,7 +97,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     with told(as_json):
-        changes = {"groups": group, "profile": profile, "requests": requests, "seconds": seconds, "soak_seconds": soak}
+        changes = {"groups": group, "profile": profile, "requests": requests, "seconds": seconds, "soak_seconds": soak,
+                   "quality_reference": None if quality_reference is None else str(quality_reference.absolute())}
         given = {name: value for name, value in changes.items() if value is not None}
         if base_url is not None:
             found, written = _somewhere_else(base_url, model, api_key_file, ca, given, target or [], report, as_json)

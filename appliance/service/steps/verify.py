@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _WAIVABLE = (
     "status-1", "status-2", "status-3", "models", "completions", "client-mistakes", "limits", "cancel", "golden",
-    "repetition", "saturation", "self-test", "quality-answers", "errors-closed", "errors-open", "answers-closed",
-    "answers-open", "latency-closed", "latency-open", "output-throughput", "request-throughput", "users", "soak",
-    "processes", "memory", "descriptors", "pages", "unit-exposure",
+    "repetition", "saturation", "self-test", "quality-answers", "perplexity-en", "perplexity-ko", "errors-closed",
+    "errors-open", "answers-closed", "answers-open", "latency-closed", "latency-open", "output-throughput",
+    "request-throughput", "users", "soak", "processes", "memory", "descriptors", "pages", "unit-exposure",
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from installer.release import release
 Setting = dict[str, int | float | str | bool]
 FLAGS = {"context": "max-model-len", "sequences": "max-num-seqs", "gpu_memory_utilization": "gpu-memory-utilization",
          "kv_cache_dtype": "kv-cache-dtype"}  # fmt: skip
-PRECISIONS = ("auto", "fp8")
+PRECISIONS = ("auto", "fp8", "int8")
 LEAST_SHARE, MOST_SHARE = 0.05, 1.0
 _TITLES = {
     "weights": t("weights"), "kv_cache": t("KV cache"), "states": t("states"), "graphs": t("graphs and workspace"),
@@ -178,7 +178,7 @@ def _check(knobs: Knobs, longest: int) -> None:
     if not LEAST_SHARE <= knobs.gpu_memory_utilization <= MOST_SHARE:
         raise _wrong(t("GPU memory share: a number from {least} to {most}.", least=LEAST_SHARE, most=MOST_SHARE))
     if knobs.kv_cache_dtype not in PRECISIONS:
-        raise _wrong(t("KV precision: auto or fp8."))
+        raise _wrong(t("KV precision: auto, fp8 or int8."))
 
 
 def _wrong(message: Text) -> InstallError:

@@ -20,7 +20,11 @@ class _Strict(BaseModel):
 
 
 class Targets(_Strict):
-    """Milliseconds of each request, the share of requests that must meet them, and targets for the whole."""
+    """Milliseconds of each request, the share of requests that must meet them, and targets for the whole.
+
+    Of a quantised model beside its 16-bit weights: how much its perplexity may rise, and the share of positions at
+    which both must think the same token most likely.
+    """
 
     ttft: float | None = Field(default=None, gt=0)
     tpot: float | None = Field(default=None, gt=0)
@@ -31,6 +35,8 @@ class Targets(_Strict):
     request_throughput: float | None = Field(default=None, gt=0)
     users: int | None = Field(default=None, ge=1, le=10_000)
     error_rate: float = Field(default=0.01, ge=0, le=1)
+    perplexity_rise: float = Field(default=0.1, ge=0, le=100)
+    top1_agreement: float = Field(default=0.85, ge=0, le=1)
 
     @property
     def slo(self) -> Slo:
@@ -39,7 +45,8 @@ class Targets(_Strict):
 
 class VerifyAnswers(_Strict):
     """`requests` or `seconds` bound the load of `performance`; without both, the profile does. `rate` of the open loop,
-    in requests per second; by default 70 % of what the closed loop reached."""
+    in requests per second; by default 70 % of what the closed loop reached. `quality_reference`: a file that
+    `atoll bench quality --save` wrote of the model's 16-bit weights."""
 
     groups: list[Group] = list(GROUPS)
     profile: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = "chat"
@@ -47,6 +54,7 @@ class VerifyAnswers(_Strict):
     seconds: float | None = Field(default=None, gt=0, le=86_400)
     rate: float | None = Field(default=None, gt=0, le=100_000)
     soak_seconds: float = Field(default=120.0, ge=0, le=30 * 86_400)
+    quality_reference: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
     targets: Targets = Targets()
 
 

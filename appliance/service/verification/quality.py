@@ -1,4 +1,5 @@
-"""Quality: golden questions, texts that do not repeat themselves, meaningful probabilities, correct kernels.
+"""Quality: golden questions, texts that do not repeat themselves, meaningful probabilities, what a quantisation costs,
+correct kernels.
 
 A verification cannot say how good a model is. It says whether the model that answers is the one that was trained.
 """
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints
 
 from appliance.load.http_client import HttpError
 from appliance.service.findings import Finding, Severity, made
+from appliance.service.verification import quantisation
 from appliance.service.verification.api import Api
 from appliance.service.verification.context import Verifying, not_checked
 from appliance.service.verification.detectors import repetition, saturation
@@ -105,7 +107,8 @@ async def _of_model(work: Verifying, api: Api, model: Served) -> list[Finding]:
         ))  # fmt: skip
     else:
         found.append(not_checked(tag("golden", model), t("Golden questions"), t("none are known for this model")))
-    return [*found, await _texts(work, api, model, known=bool(prompts) and "smollm" not in model.bundle.lower())]
+    found.append(await _texts(work, api, model, known=bool(prompts) and "smollm" not in model.bundle.lower()))
+    return [*found, *await quantisation.run(work, api, model)]
 
 
 async def _texts(work: Verifying, api: Api, model: Served, *, known: bool) -> Finding:

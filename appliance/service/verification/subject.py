@@ -32,11 +32,32 @@ class Served:
 
     @property
     def real_weights(self) -> bool:
-        return self.settings.get("load-format", self.settings.get("load_format")) != "dummy"
+        return self._setting("load-format") != "dummy"
 
     @property
     def on_gpu(self) -> bool:
         return self.settings.get("device", "auto") != "cpu"
+
+    @property
+    def stored_quantised(self) -> bool:
+        """Whether its checkpoint holds quantised weights."""
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            if self.directory is not None:
+                config = json.loads((self.directory / "config.json").read_text("utf-8"))
+                holders = (config, config.get("text_config") or {})
+                named = any(holder.get(name) for holder in holders for name in ("quantization_config",
+                                                                               "compression_config"))  # fmt: skip
+                return named or (self.directory / "hf_quant_config.json").is_file()
+        return False
+
+    @property
+    def quantised_while_loading(self) -> bool:
+        """Whether its settings quantise weights or the KV cache."""
+        kv = str(self._setting("kv-cache-dtype") or "auto")
+        return bool(self._setting("quantization")) or kv.startswith(("fp8", "int"))
+
+    def _setting(self, name: str) -> Any:
+        return self.settings.get(name, self.settings.get(name.replace("-", "_")))
 
     @property
     def family(self) -> str:

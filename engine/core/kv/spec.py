@@ -59,12 +59,15 @@ class PageGroup:
 class CacheSpec:
     """The caches of all layers, in layer order, in pages of `page_size` tokens.
 
+    `scale_bytes` is what the scale of a key or value takes that a token has of each head: 0 if it has none of its own.
+
     Raises ValueError for a layer that reads the cache of a layer which stores none, or one of another shape.
     """
 
     layers: tuple[CacheLayer, ...]
     dtype_bytes: int     # of keys and values
     page_size: int
+    scale_bytes: int = 0
     groups: tuple[PageGroup, ...] = field(init=False)
     slot_bytes: int = field(init=False)              # a sequence's states; 0: there are none
     slab_bytes: int = field(init=False)
@@ -137,8 +140,9 @@ class CacheSpec:
 
     def _group(self, window: int | None) -> PageGroup:
         members = {i: layer for i, layer in self.storing.items() if layer.window == window}
-        heads = sum(2 * layer.num_kv_heads * layer.head_dim for layer in members.values())
-        return PageGroup(window, tuple(members), heads * self.dtype_bytes * self.page_size)
+        token = sum(2 * layer.num_kv_heads * (layer.head_dim * self.dtype_bytes + self.scale_bytes)
+                    for layer in members.values())  # fmt: skip
+        return PageGroup(window, tuple(members), token * self.page_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from engine.kernels.attention.pages import attend, for_cache, page_tile, pages_of
 from engine.kernels.pointwise.fused import saturated
+from engine.kernels.pointwise.kv_format import is_fp8
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 _QUERY_ROWS = 64  # query rows in a tile: tokens times heads that share a key head
@@ -126,7 +127,7 @@ def attention(
     padded = triton.next_power_of_2(dim)
     k, v = (q, q) if own is None else own
     assert k.stride(0) == v.stride(0)
-    fp8 = k_cache.element_size() == 1
+    fp8 = is_fp8(k_cache)
     room = shared_memory(q.device) - 2 * padded * _QUERY_ROWS
     keys, stages = next(
         ((n, s) for n, s in ((_KEYS, 2), (_KEYS, 1), (32, 1)) if 2 * padded * 2 * 2 * n * s <= room), (16, 1)

@@ -11,8 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention.pages import attend, for_cache, page_tile, pages_of
-from engine.kernels.pointwise.e4m3 import widened
+from engine.kernels.attention.pages import (
+    attend,
+    attend_cached,
+    for_cache,
+    page_tile,
+    pages_of,
+    tile_scales,
+    whole_scale,
+)
+from engine.kernels.pointwise.kv_format import KvScale, is_fp8
 from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.runtime.launcher import kernel, shared_memory, target_of, wait_for_previous
 
@@ -53,12 +61,13 @@ def _mixed_kernel(
                 k_ptr, v_ptr, pages, at, first, start + 1, h, k_stride_page, k_stride_token, k_stride_head,
                 D, DP, PAGE, TILE,
             )  # fmt: skip
-            pages = pages_of(table, at + TILE, first, start + 1, PAGE, TILE)
-            m, total, acc = attend(
-                q, widened(k, q.dtype, True), widened(v, q.dtype, True), m, total, acc, live[None, :], scale * k_scale,
-                softcap, True, SOFTCAP,
+            of_k, of_v = tile_scales(
+                k, k_scale, v_scale, pages, at, first, start + 1, h, k_stride_page, k_stride_token, k_stride_head,
+                D, PAGE, TILE,
             )  # fmt: skip
-        out = acc * v_scale / total[:, None]
+            pages = pages_of(table, at + TILE, first, start + 1, PAGE, TILE)
+            m, total, acc = attend_cached(q, k, v, of_k, of_v, m, total, acc, live[None, :], scale, softcap, SOFTCAP)
+        out = acc * whole_scale(v_ptr, v_scale) / total[:, None]
         tl.store(out_ptr + q_start * (HKV * G * D) + at_row, out.to(out_ptr.dtype.element_ty), mask=q_mask)
         return
     m_index = tl.arange(0, BLOCK_M)
@@ -81,15 +90,15 @@ def _mixed_kernel(
         k, v, live = page_tile(
             k_ptr, v_ptr, pages, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
         )
+        of_k, of_v = tile_scales(
+            k, k_scale, v_scale, pages, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, PAGE, TILE
+        )
         pages = pages_of(table, at + TILE, first, start, PAGE, TILE)
         visible = live[None, :]
         if WINDOW:
             visible = visible & ((at + n)[None, :] > (start + token_q)[:, None] - window)
-        m, total, acc = attend(
-            cached_q, widened(k, cached_q.dtype, True), widened(v, cached_q.dtype, True), m, total, acc, visible,
-            scale * k_scale, softcap, True, SOFTCAP,
-        )  # fmt: skip
-    acc = acc * v_scale
+        m, total, acc = attend_cached(cached_q, k, v, of_k, of_v, m, total, acc, visible, scale, softcap, SOFTCAP)
+    acc = acc * whole_scale(v_ptr, v_scale)
     # The chunk's own keys, from the projection. Tiles that every query sees in full need no mask.
     k_new = k_new_ptr + q_start * own_stride + h * D
     v_new = v_new_ptr + q_start * own_stride + h * D
@@ -120,11 +129,15 @@ def _mixed_kernel(
     tl.store(out_ptr + at_q * (HKV * G * D) + at_head, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
-def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int, fp8_units: bool = True) -> tuple[int, int]:
+def _mixed_tiles(
+    block_m: int, padded_dim: int, fp8: bool, shared: int, fp8_units: bool = True, int8: bool = False
+) -> tuple[int, int]:
     """Keys per iteration and pipeline depth that fit into `shared` bytes beside the queries (which, with an fp8 cache,
     are held in two dtypes). Each stage takes one tile of keys and one of values. GPUs without e4m3 instructions run out
-    of registers with 64 keys."""
+    of registers with 64 keys, and all GPUs with wide heads and keys in int8."""
     wanted = ((64, 3), (64, 2), (32, 2), (16, 2)) if fp8_units or not fp8 else ((32, 3), (32, 2), (16, 2))
+    if int8 and padded_dim > 256:
+        wanted = ((16, 2),)
     for tile, stages in wanted:
         if 2 * padded_dim * (block_m * (1 + fp8) + 2 * stages * tile) <= shared:
             return tile, stages
@@ -160,8 +173,8 @@ def mixed(
     *,
     block_q: int,
     scale: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: KvScale = 1.0,
+    v_scale: KvScale = 1.0,
     window: int | None = None,
     softcap: float | None = None,
     tile: int = 0,
@@ -185,10 +198,10 @@ def mixed(
     block_m = max(16, triton.next_power_of_2(block_q * group))
     assert k.stride(0) == v.stride(0)
     assert q.shape[0] * k.stride(0) < 2**31
-    fp8 = k_cache.element_size() == 1
+    fp8 = is_fp8(k_cache)
     if not tile:
         tile, num_stages = _mixed_tiles(
-            block_m, padded, fp8, shared_memory(q.device), target_of(q.device).fp8_units
+            block_m, padded, fp8, shared_memory(q.device), target_of(q.device).fp8_units, k_cache.dtype == torch.int8
         )
         num_warps = 16 if block_m == 256 and not fp8 else 8
     _mixed_kernel(

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention.pages import attend, for_cache, page_tile, pages_of
-from engine.kernels.pointwise.e4m3 import widened
+from engine.kernels.attention.pages import attend_cached, for_cache, page_tile, pages_of, tile_scales, whole_scale
+from engine.kernels.pointwise.kv_format import KvScale, is_fp8
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 SMALL_BATCH = 8  # sequences
@@ -60,12 +60,12 @@ def _decode_kernel(
         k, v, live = page_tile(
             k_ptr, v_ptr, pages, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
         )
+        of_k, of_v = tile_scales(
+            k, k_scale, v_scale, pages, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, PAGE, TILE
+        )
         pages = pages_of(table, at + TILE, first, end, PAGE, TILE)
-        m, total, acc = attend(
-            q, widened(k, q.dtype, True), widened(v, q.dtype, True), m, total, acc, live[None, :], scale * k_scale,
-            softcap, True, SOFTCAP,
-        )  # fmt: skip
-    out = acc * v_scale / total[:, None]
+        m, total, acc = attend_cached(q, k, v, of_k, of_v, m, total, acc, live[None, :], scale, softcap, SOFTCAP)
+    out = acc * whole_scale(v_ptr, v_scale) / total[:, None]
     used = tl.cdiv(seq_len - aligned, per_split * TILE)  # slices that are not empty
     if SPLITS == 1 or used == 1:
         tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)
@@ -147,8 +147,8 @@ def decode(
     *,
     splits: int,
     scale: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: KvScale = 1.0,
+    v_scale: KvScale = 1.0,
     window: int | None = None,
     softcap: float | None = None,
     shortest: int = 0,
@@ -180,7 +180,7 @@ def decode(
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
-        DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
+        DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=is_fp8(k_cache),
         SOFTCAP=softcap is not None, WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.pointwise.e4m3 import narrowed
-from engine.kernels.pointwise.fused import saturated
+from engine.kernels.pointwise.fused import as_int8, int8_scale, saturated
+from engine.kernels.pointwise.kv_format import KvScale, for_writing, is_fp8
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 
@@ -30,7 +31,7 @@ def _weighted(x, scale, weight_q_ptr, weight_k_ptr, d, inside, is_q, offset):
 @kernel
 def _heads_kernel(
     x_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_ptr, own_ptr, k_ptr, v_ptr,
-    x_stride, stride_page, stride_token, stride_head, eps, offset, inv_k_scale, inv_v_scale,
+    x_stride, stride_page, stride_token, stride_head, eps, offset, k_factor, v_factor,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
     PAGE: tl.constexpr, QK_NORM: tl.constexpr, V_NORM: tl.constexpr, K_EQ_V: tl.constexpr, KEEP: tl.constexpr,
     FP8: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
@@ -79,8 +80,17 @@ def _heads_kernel(
             tl.store(own_ptr + (token * 2 * HKV + head - HQ) * D + d, y, mask=of_cache)
         slot = tl.load(slots_ptr + token).to(tl.int64)
         at = (slot // PAGE) * stride_page + (slot % PAGE) * stride_token + d
-        if FP8:
-            stored = saturated(y.to(tl.float32) * tl.where(is_v, inv_v_scale, inv_k_scale))
+        if k_ptr.dtype.element_ty == tl.int8:
+            rounded = y.to(tl.float32)
+            of_row = int8_scale(tl.max(tl.abs(rounded), 1), tl.sum(rounded * 0.0, 1))[:, None]
+            stored = as_int8(rounded, of_row)
+            scale_at = (slot // PAGE) * (stride_page // 4) + (slot % PAGE) * (stride_token // D)
+            k_scale_at = scale_at + (head - HQ) * (stride_head // D)
+            v_scale_at = scale_at + (head - HQ - HKV) * (stride_head // D)
+            tl.store(k_factor + k_scale_at, of_row, mask=(head >= HQ) & (head < HQ + HKV))
+            tl.store(v_factor + v_scale_at, of_row, mask=(head >= HQ + HKV) & (head < HQ + 2 * HKV))
+        elif FP8:
+            stored = saturated(y.to(tl.float32) * tl.where(is_v, v_factor, k_factor))
             stored = narrowed(stored, k_ptr.dtype.element_ty)
         else:
             stored = y.to(k_ptr.dtype.element_ty)
@@ -107,8 +117,8 @@ def heads_and_write_kv(
     k_eq_v: bool = False,
     own_kv: bool = True,
     keep: bool = False,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: KvScale = 1.0,
+    v_scale: KvScale = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [T, (Hq + 2 Hkv) D], (Hq + Hkv) D with `k_eq_v`, or Hq D without `own_kv`; rows may be strided.
 
@@ -128,9 +138,10 @@ def heads_and_write_kv(
     _heads_kernel(
         (tokens, triton.cdiv(num_heads + 2 * kv_heads, heads)), x, cos, sin, positions, slots, q_norm,
         q_norm if k_norm is None else k_norm, q, q if own is None else own, k_cache, v_cache,
-        x.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, offset, 1 / k_scale, 1 / v_scale,
+        x.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, offset,
+        for_writing(k_scale), for_writing(v_scale),
         HQ=num_heads, HKV=kv_heads, D=dim, DP=padded, PAIRS=cos.shape[-1], DISTANCE=distance, PAGE=k_cache.shape[1],
         QK_NORM=q_norm is not None, V_NORM=v_norm, K_EQ_V=k_eq_v, KEEP=own is not None,
-        FP8=k_cache.element_size() == 1, HEADS=heads, num_warps=4,
+        FP8=is_fp8(k_cache), HEADS=heads, num_warps=4,
     )  # fmt: skip
     return q, own

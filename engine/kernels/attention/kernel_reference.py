@@ -5,7 +5,8 @@ For comparison only: simple and slow. A CPU serves with reference.py.
 
 import torch
 
-from engine.kernels.pointwise.reference import indexable, normed, rotated, to_cache, wide_normed
+from engine.kernels.pointwise.kv_format import KvScale
+from engine.kernels.pointwise.reference import indexable, normed, rotated, store_kv, wide_normed
 
 
 def decode(
@@ -19,8 +20,8 @@ def decode(
     *,
     splits: int = 1,
     scale: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: KvScale = 1.0,
+    v_scale: KvScale = 1.0,
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
@@ -47,8 +48,8 @@ def mixed(
     *,
     block_q: int,
     scale: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: KvScale = 1.0,
+    v_scale: KvScale = 1.0,
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
@@ -68,14 +69,17 @@ def mixed(
 
 
 def _sequence(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor, length: int, k_scale: float, v_scale: float
+    k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor, length: int, k_scale: KvScale, v_scale: KvScale
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first `length` keys and values of a sequence, [L, Hkv, D] float32."""
     page_size = k_cache.shape[1]
     token = torch.arange(length, device=pages.device)
     page, offset = pages[token // page_size].long(), token % page_size
-    key, value = (indexable(cache)[page, offset].view(cache.dtype) for cache in (k_cache, v_cache))
-    return key.float() * k_scale, value.float() * v_scale
+    found = []
+    for cache, scale in ((k_cache, k_scale), (v_cache, v_scale)):
+        factor = scale[page, offset][..., None] if isinstance(scale, torch.Tensor) else scale
+        found.append(indexable(cache)[page, offset].view(cache.dtype).float() * factor)
+    return found[0], found[1]
 
 
 def _attend(
@@ -124,8 +128,8 @@ def heads_and_write_kv(
     k_eq_v: bool = False,
     own_kv: bool = True,
     keep: bool = False,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: KvScale = 1.0,
+    v_scale: KvScale = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """attention.heads.heads_and_write_kv. The width of x says whether `k_eq_v` holds."""
     _, page_size, kv_heads, dim = k_cache.shape
@@ -146,6 +150,6 @@ def heads_and_write_kv(
     if v_norm:
         v = normed(v, eps).to(v.dtype)
     page, within = slots.long() // page_size, slots.long() % page_size
-    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        indexable(cache)[page, within] = indexable(to_cache(new, scale, cache.dtype))
+    store_kv(k, k_cache, k_scale, page, within)
+    store_kv(v, v_cache, v_scale, page, within)
     return q, torch.stack((k, v), 1) if keep else None

@@ -9,12 +9,19 @@ fp8 caches hold k / k_scale and v / v_scale. They are widened to float16 before 
 in float32. So the short accumulator of fp8 tensor cores is never used, and long sequences need no two-level
 accumulation. GPUs without fp8 instructions decode the same cache from its bits.
 
+int8 caches have a scale for each token and head. A key's scale multiplies its scores and a value's its probabilities:
+both are a row of a tile, so the numbers themselves are only widened, which is exact. Such scales [num_pages, PAGE_SIZE,
+Hkv] lie like the numbers (engine/worker/cache.py): their strides are those of the cache, divided by D, and by 4 from
+page to page. Kernels get a pointer to them in place of an fp8 cache's one number.
+
 Keys that no query sees are never loaded: slots past a sequence's end or before its window may hold anything, NaN
 included (0 * NaN is NaN, so a probability of zero would not protect the sum).
 """
 
 import triton
 import triton.language as tl
+
+from engine.kernels.pointwise.e4m3 import widened
 
 
 @triton.jit
@@ -28,10 +35,17 @@ def _capped(s, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
+def attend(
+    q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    k_scale=None, v_scale=None,
+):  # fmt: skip
     """Attend to one more tile, keys k [D, n] and values v [n, D]: updates the running maxima m, sums `total` and
-    outputs acc of q's rows. With MASKED, keys count only where `live` (broadcast to [rows, n]) is true."""
-    s, factor = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
+    outputs acc of q's rows. With MASKED, keys count only where `live` (broadcast to [rows, n]) is true. `k_scale` and
+    `v_scale` [n]: factors of the keys and of the values."""
+    products = tl.dot(q, k)
+    if k_scale is not None:
+        products = products * k_scale[None, :]
+    s, factor = _capped(products, scale, softcap, SOFTCAP)
     if MASKED:
         s = tl.where(live, s, -float("inf"))
     new_m = tl.maximum(m, tl.max(s, 1) * factor)
@@ -42,8 +56,24 @@ def attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, S
     decay = tl.exp2(m - base)
     total = total * decay + tl.sum(p, 1)
     acc = acc * decay[:, None]
+    if v_scale is not None:
+        p = p * v_scale[None, :]
     acc = tl.dot(p.to(q.dtype), v, acc)
     return new_m, total, acc
+
+
+@triton.jit
+def attend_cached(q, k, v, k_scale, v_scale, m, total, acc, live, scale, softcap, SOFTCAP: tl.constexpr):
+    """`attend` to a tile as `page_tile` and `tile_scales` return it."""
+    if k.dtype == tl.int8:
+        return attend(
+            q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live, scale, softcap, True, SOFTCAP, k_scale, v_scale
+        )
+    else:
+        return attend(
+            q, widened(k, q.dtype, True), widened(v, q.dtype, True), m, total, acc, live, scale * k_scale, softcap,
+            True, SOFTCAP,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -72,6 +102,32 @@ def page_tile(
     k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=k_mask, other=0.0)
     v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=v_mask, other=0.0)
     return k, v, live
+
+
+@triton.jit
+def tile_scales(
+    k, k_scale, v_scale, pages, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
+    D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Scales of the keys `k` and the values that `page_tile` returns: one number each, or [TILE] of an int8 cache, with
+    zeros outside [begin, end)."""
+    if k.dtype == tl.int8:
+        token = at + tl.arange(0, TILE)
+        live = (token >= begin) & (token < end)
+        within = (token % PAGE) * (k_stride_token // D) + h * (k_stride_head // D)
+        offset = pages.to(tl.int64) * (k_stride_page // 4) + within
+        return tl.load(k_scale + offset, mask=live, other=0.0), tl.load(v_scale + offset, mask=live, other=0.0)
+    else:
+        return k_scale, v_scale
+
+
+@triton.jit
+def whole_scale(v_ptr, scale):
+    """The factor of all cached values, with which an output is multiplied at the end."""
+    if v_ptr.dtype.element_ty == tl.int8:  # each value has had its own
+        return 1.0
+    else:
+        return scale
 
 
 @triton.jit

@@ -3,7 +3,8 @@
     k_cache, v_cache   [num_pages, P, Hkv, D]         P = page size, in tokens
     block_table        [rows, max_pages]   page of tokens P i .. P i + P - 1 of the row's sequence
 
-An fp8 cache holds k / k_scale and v / v_scale.
+An fp8 cache holds k / k_scale and v / v_scale. An int8 cache has a scale for each token and head, and is widened where
+it is read.
 
 Sequences with one new token (decode) are batched: their pages are gathered into a padded [b, L, Hkv D]. Sorting by
 length into buckets keeps the padding small. Sequences with several new tokens (prefill) go one by one through SDPA.
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.pointwise.reference import indexable, to_cache
+from engine.kernels.pointwise.kv_format import KvScale
+from engine.kernels.pointwise.reference import indexable, store_kv, to_cache, to_int8
 
 # A decode bucket ends where its padding would cost more than another bucket: the calls of a bucket take as long as
 # gathering and attending to about a thousand tokens.
@@ -121,19 +123,21 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    k_scale: KvScale = 1.0, v_scale: KvScale = 1.0,
 ) -> None:  # fmt: skip
     """Store k, v [T, Hkv, D] at their slots."""
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        stored, pages = indexable(to_cache(new, scale, cache.dtype)), indexable(cache)
-        if cache.is_contiguous():
-            pages.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, stored)
-        else:  # pages of an arena, which hold other layers too
-            pages[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = stored
+        if cache.is_contiguous() and not isinstance(scale, torch.Tensor):
+            stored = indexable(to_cache(new, scale, cache.dtype))
+            indexable(cache).view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, stored)
+        else:  # pages that hold more than these numbers
+            store_kv(new, cache, scale, slot_mapping // cache.shape[1], slot_mapping % cache.shape[1])
 
 
-def as_cached(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def as_cached(x: torch.Tensor, scale: KvScale, dtype: torch.dtype) -> torch.Tensor:
     """x as a cache of `dtype` returns it."""
+    if isinstance(scale, torch.Tensor):
+        return _widened(*to_int8(x), x.dtype)
     stored = to_cache(x, scale, dtype).to(x.dtype)
     return stored * scale if dtype == torch.float8_e4m3fn else stored
 
@@ -149,8 +153,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: KvScale = 1.0,
+    v_scale: KvScale = 1.0,
 ) -> torch.Tensor:
     """softmax(q kᵀ · scale) v for every token of the step, causal; [T, Hq, D].
 
@@ -160,7 +164,7 @@ def paged_attention(
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for bucket in batch.decodes:
-        _decode(out, q, k_cache, v_cache, bucket, scale * k_scale, v_scale, window, softcap)
+        _decode(out, q, k_cache, v_cache, bucket, scale, k_scale, v_scale, window, softcap)
     for segment in batch.prefills:
         _prefill(out, q, k, v, k_cache, v_cache, segment, scale, window, softcap, k_scale, v_scale)
     return out
@@ -173,7 +177,8 @@ def _decode(
     v_cache: torch.Tensor,
     bucket: DecodeBucket,
     scale: float,
-    v_scale: float,
+    k_scale: KvScale,
+    v_scale: KvScale,
     window: int | None,
     softcap: float | None,
 ) -> None:
@@ -187,8 +192,9 @@ def _decode(
     wide = q.new_zeros(b, num_kv_heads, group, num_kv_heads, head_dim)
     query = q.index_select(0, bucket.q_index).view(b, num_kv_heads, group, head_dim)
     wide.diagonal(dim1=1, dim2=3).copy_(query.permute(0, 2, 3, 1))
-    key = _pages(k_cache, bucket.pages).view(b, bucket.max_len, -1).to(q.dtype)
-    value = _pages(v_cache, bucket.pages).view(b, bucket.max_len, -1).to(q.dtype)
+    key = _read(k_cache, k_scale, bucket.pages, q.dtype).view(b, bucket.max_len, -1)
+    value = _read(v_cache, v_scale, bucket.pages, q.dtype).view(b, bucket.max_len, -1)
+    scale *= _factor(k_scale)
     mask, rows = bucket.mask(window, q.dtype), wide.view(b, num_q_heads, -1)
     if softcap is None:
         scores = torch.baddbmm(mask.expand(b, num_q_heads, -1), rows, key.transpose(1, 2), alpha=scale)
@@ -196,8 +202,8 @@ def _decode(
         scores = _capped(torch.bmm(rows, key.transpose(1, 2)), scale, softcap).add_(mask)
     result = torch.bmm(scores.softmax(-1), value).view_as(wide)
     own = result.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-    if v_scale != 1:
-        own = own * v_scale
+    if (factor := _factor(v_scale)) != 1:
+        own = own * factor
     out.index_copy_(0, bucket.q_index, own.reshape(b, num_q_heads, head_dim))
 
 
@@ -212,8 +218,8 @@ def _prefill(
     scale: float,
     window: int | None,
     softcap: float | None,
-    k_scale: float,
-    v_scale: float,
+    k_scale: KvScale,
+    v_scale: KvScale,
 ) -> None:
     rows = slice(seg.q_start, seg.q_start + seg.num_tokens)
     length = seg.start + seg.num_tokens
@@ -256,21 +262,29 @@ def _capped(products: torch.Tensor, scale: float, softcap: float) -> torch.Tenso
     return products.mul_(scale / softcap).tanh_().mul_(softcap)
 
 
-def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:
-    """[b * n pages] -> [b, Hkv, n * P, D] (a view of one contiguous gather)."""
-    _, _, heads, head_dim = cache.shape
-    return _pages(cache, pages).view(b, -1, heads, head_dim).transpose(1, 2)
+def _read(cache: torch.Tensor, scale: KvScale, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Pages [n, P, Hkv, D] in `dtype`, still to be multiplied by `_factor(scale)`."""
+    stored = indexable(cache).index_select(0, pages).view(cache.dtype)
+    if isinstance(scale, torch.Tensor):
+        return _widened(stored, scale.index_select(0, pages), dtype)
+    return stored.to(dtype)
 
 
-def _pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    return indexable(cache).index_select(0, pages).view(cache.dtype)
+def _factor(scale: KvScale) -> float:
+    return 1.0 if isinstance(scale, torch.Tensor) else scale
 
 
-def _with_past(cache: torch.Tensor, seg: PrefillSegment, own: torch.Tensor, scale: float) -> torch.Tensor:
+def _widened(stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of an int8 cache, rounded once. They may be read again as they are: the arithmetic is the same."""
+    return (stored.float() * scale[..., None]).to(dtype)
+
+
+def _with_past(cache: torch.Tensor, seg: PrefillSegment, own: torch.Tensor, scale: KvScale) -> torch.Tensor:
     """[1, Hkv, start + n, D]: a sequence's past from its pages, and the chunk's own numbers as the step computed
     them."""
-    every = _gather(cache, seg.pages, 1)[:, :, : seg.start + seg.num_tokens].to(own.dtype)
-    if scale != 1:
-        every.mul_(scale)
+    pages = _read(cache, scale, seg.pages, own.dtype)
+    every = pages.view(1, -1, *pages.shape[2:]).transpose(1, 2)[:, :, : seg.start + seg.num_tokens]
+    if (factor := _factor(scale)) != 1:
+        every.mul_(factor)
     every[:, :, seg.start :] = own
     return every

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from engine.kernels.pointwise.e4m3 import narrowed
 from engine.kernels.pointwise.gate import activated
+from engine.kernels.pointwise.kv_format import KvScale, for_writing, is_fp8
 from engine.kernels.pointwise.quantize import blocks_for, empty_rows, load_row, store_row_as_fp8
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
@@ -106,10 +107,26 @@ def saturated(x):
     return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
 
 
+@triton.jit
+def int8_scale(largest, zero):
+    """The scale of a row of an int8 cache, from its largest magnitude. `zero`: the sum of the row times 0, which is NaN
+    if the row holds a NaN or an infinity; then so is the scale."""
+    return tl.math.div_rn(tl.maximum(largest, 1e-12) + zero, 127.0)
+
+
+@triton.jit
+def as_int8(x, scale):
+    """float32 x in multiples of `scale`, rounded to nearest, ties to even. Adding 1.5 * 2^23 leaves no fraction."""
+    y = tl.math.div_rn(x, scale)
+    y = (y + 12582912.0) - 12582912.0
+    y = tl.where(y > 127.0, 127.0, tl.where(y < -127.0, -127.0, y))
+    return tl.where(y == y, y, 0.0).to(tl.int8)
+
+
 @kernel
 def _rope_write_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr,
-    qkv_stride, stride_page, stride_token, stride_head, eps, inv_k_scale, inv_v_scale,
+    qkv_stride, stride_page, stride_token, stride_head, eps, k_factor, v_factor,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
     FP8: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -150,8 +167,20 @@ def _rope_write_kernel(
     cache_type = k_ptr.dtype.element_ty
     is_k = mask & (head >= HQ) & (head < HQ + HKV)
     is_v = mask & is_v
-    if FP8:
-        inv = tl.where(head < HQ + HKV, inv_k_scale, inv_v_scale)
+    if cache_type == tl.int8:
+        first = first.to(tl.float32)
+        second = second.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+        scale = int8_scale(largest, tl.sum(first * 0.0, 1) + tl.sum(second * 0.0, 1))[:, None]
+        stored_first = as_int8(first, scale)
+        stored_second = as_int8(second, scale)
+        scale_at = (slot // PAGE) * (stride_page // 4) + (slot % PAGE) * (stride_token // D)
+        k_scale_at = scale_at + (head - HQ) * (stride_head // D)
+        v_scale_at = scale_at + (head - HQ - HKV) * (stride_head // D)
+        tl.store(k_factor + k_scale_at, scale, mask=(head >= HQ) & (head < HQ + HKV))
+        tl.store(v_factor + v_scale_at, scale, mask=(head >= HQ + HKV) & (head < HQ + 2 * HKV))
+    elif FP8:
+        inv = tl.where(head < HQ + HKV, k_factor, v_factor)
         stored_first = narrowed(saturated(first.to(tl.float32) * inv), cache_type)
         stored_second = narrowed(saturated(second.to(tl.float32) * inv), cache_type)
     else:
@@ -176,15 +205,16 @@ def rope_and_write_kv(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: KvScale = 1.0,
+    v_scale: KvScale = 1.0,
     heads: int = 0,
 ) -> torch.Tensor:
     """Normalise (optionally) and rotate q and k in place; write k and v to the cache.
 
     qkv [T, (Hq + 2 Hkv) D]; cos, sin [max_len, 1, D/2] float32; positions, slots [T]. Returns q [T, Hq, D], a view.
-    q_norm and k_norm [D]: both or neither. An fp8 cache gets k / k_scale and v / v_scale, clamped to ±448; for other
-    caches the scales must be 1. `heads` per program, 8 or 16; by default the number of tokens decides.
+    q_norm and k_norm [D]: both or neither. An fp8 cache gets k / k_scale and v / v_scale, clamped to ±448. Of an int8
+    cache `k_scale` and `v_scale` are its scales, which are written, too; for other caches they must be 1. `heads` per
+    program, 8 or 16; by default the number of tokens decides.
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
@@ -192,8 +222,8 @@ def rope_and_write_kv(
     _rope_write_kernel(
         (tokens, triton.cdiv(num_heads + 2 * kv_heads, heads)), qkv, cos, sin, positions, slots, q_norm, k_norm,
         k_cache, v_cache, qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        eps, 1 / k_scale, 1 / v_scale,
+        eps, for_writing(k_scale), for_writing(v_scale),
         HQ=num_heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), PAGE=k_cache.shape[1],
-        NORM=q_norm is not None, FP8=k_cache.element_size() == 1, HEADS=heads, num_warps=heads // 4,
+        NORM=q_norm is not None, FP8=is_fp8(k_cache), HEADS=heads, num_warps=heads // 4,
     )  # fmt: skip
     return qkv[:, : num_heads * dim].view(tokens, num_heads, dim)

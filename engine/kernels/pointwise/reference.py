@@ -9,6 +9,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.pointwise.kv_format import KvScale
+
 _FP8_MAX = 448.0  # the largest e4m3 number
 
 
@@ -99,8 +101,8 @@ def rope_and_write_kv(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: KvScale = 1.0,
+    v_scale: KvScale = 1.0,
 ) -> torch.Tensor:
     """pointwise.fused.rope_and_write_kv."""
     _, page_size, kv_heads, dim = k_cache.shape
@@ -113,8 +115,8 @@ def rope_and_write_kv(
     page, offset = slots.long() // page_size, slots.long() % page_size
     k = rotated(k, cos[at], sin[at])
     qkv.unflatten(-1, (-1, dim))[:, num_heads : num_heads + kv_heads] = k
-    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        indexable(cache)[page, offset] = indexable(to_cache(new, scale, cache.dtype))
+    store_kv(k, k_cache, k_scale, page, offset)
+    store_kv(v, v_cache, v_scale, page, offset)
     out = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
     out.copy_(rotated(q, cos[at], sin[at]))
     return out
@@ -139,9 +141,28 @@ def indexable(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_cache(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values in the dtype of a cache that has no scales of its own."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
     return (x.float() / scale).clamp(-_FP8_MAX, _FP8_MAX).to(dtype)
+
+
+def to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] as an int8 cache holds it: int8 [..., D], and a float32 scale [...] for each token and head. A NaN or
+    an infinity makes the scale NaN, so that a broken model does not look sound."""
+    wide = x.float()
+    scale = (wide.abs().amax(-1).clamp_min(1e-12) + (wide * 0).sum(-1)) / 127
+    return (wide / scale[..., None]).round().nan_to_num().clamp(-127, 127).to(torch.int8), scale
+
+
+def store_kv(
+    new: torch.Tensor, cache: torch.Tensor, scale: KvScale, page: torch.Tensor, offset: torch.Tensor
+) -> None:
+    """Store keys or values [T, Hkv, D] at token `offset` [T] of each `page` [T]."""
+    if isinstance(scale, torch.Tensor):
+        cache[page, offset], scale[page, offset] = to_int8(new)
+    else:
+        indexable(cache)[page, offset] = indexable(to_cache(new, scale, cache.dtype))
 
 
 def apply_runs(packed: torch.Tensor, runs_at: int, count: int, tokens: torch.Tensor, pages: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ def use_kv_scales(model: CausalLM, tensors: Mapping[str, TensorInfo], *, is_fp8:
     if not found and promised is None:
         return
     if not is_fp8:
-        log.info("The checkpoint has scales for a quantised KV cache; a cache in 16 or 32 bits does not use them.")
+        log.info("The checkpoint has scales for an fp8 KV cache; another one does not use them.")
         return
     if promised == "other":
         raise unreadable("quantization_config.kv_cache_scheme", msg("scales for another KV cache than fp8 with one "

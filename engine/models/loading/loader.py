@@ -144,6 +144,17 @@ def _fill_any(model: CausalLM, name: str, target: torch.Tensor, generator: torch
         target.view(torch.uint8).random_(0, 127, generator=generator)
 
 
+def _refuse_quantised(missing: list[str], tensors: dict[str, TensorInfo]) -> None:
+    """Embeddings and such are read in 16 bits only. Without this, the message would be that their tensor is missing."""
+    wanted = set(missing)
+    for name in tensors:
+        if name not in wanted and (plain := plain_name(name)) != name and plain in wanted:
+            raise ModelError(msg("The checkpoint holds {name}, but {plain} is expected: this tensor is quantised, and "
+                                 "config.json does not say so, or Atoll reads it in 16 bits only.", name=name,
+                                 plain=plain),
+                             msg("Use another quantisation of this model, or the model in bfloat16."))
+
+
 def _check_names(model: CausalLM, wanted: Weights, model_dir: Path, tensors: dict[str, TensorInfo]) -> None:
     skipped: dict[str, list[str]] = {}
 
@@ -157,7 +168,9 @@ def _check_names(model: CausalLM, wanted: Weights, model_dir: Path, tensors: dic
             skipped.setdefault(".".join(name.split(".")[:2]), []).append(name)
     for part, names in sorted(skipped.items()):
         log.info("Not loaded, as the model has no use for it: %s of %s.", _and_more(names), part)
-    if missing := [name for name in wanted if name not in tensors]:
+    missing = [name for name in wanted if name not in tensors]
+    _refuse_quantised(missing, tensors)
+    if missing:
         raise ModelError(msg("The checkpoint {model_dir} lacks tensor {missing}.", model_dir=model_dir,
                              missing=_and_more(missing)))
     if unexpected := [name for name in tensors if name not in wanted and not ignored(name)]:

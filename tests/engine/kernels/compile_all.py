@@ -48,8 +48,15 @@ def numbers(*shape):
     return torch.zeros(*shape, dtype=torch.int32)
 
 
+def of_int8(cache):
+    """Scales for a cache, if it has some of its own."""
+    scale = torch.zeros(cache.shape[:3])
+    return {"k_scale": scale, "v_scale": scale} if cache.dtype == torch.int8 else {}
+
+
 def attend(dim, group, cache, *, batch=4, **options):
     q, kv = zeros(batch, group, dim), zeros(2, 16, 1, dim, dtype=cache)
+    options |= of_int8(kv)
     n, table = numbers(batch), numbers(batch, 4)
     options = {"scale": 0.1, **options}
     attention_decode.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
@@ -60,7 +67,7 @@ def attend(dim, group, cache, *, batch=4, **options):
     attention_chunks.mixed(
         q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
     )
-    if cache == FP8 and not launcher.target_of(q.device).fp8_units:
+    if cache == torch.int8 or (cache == FP8 and not launcher.target_of(q.device).fp8_units):
         return  # --batch-invariant is refused
     block_q = attention_batch_invariant.tile_tokens(group)
     attention_batch_invariant.attention(
@@ -72,16 +79,18 @@ def rope(dim, cache, normed):
     kv, angle = zeros(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, dim // 2)
     weight = zeros(dim) if normed else None
     fused.rope_and_write_kv(
-        zeros(3, 8 * dim), angle, angle, numbers(3).long(), numbers(3).long(), kv, kv, 4, q_norm=weight, k_norm=weight
-    )
+        zeros(3, 8 * dim), angle, angle, numbers(3).long(), numbers(3).long(), kv, kv, 4, q_norm=weight, k_norm=weight,
+        **of_int8(kv),
+    )  # fmt: skip
 
 
 def heads(dim, cache, pairs, distance, **options):
     kv, angle, weight = zeros(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, pairs), zeros(dim)
     i = numbers(3).long()
     attention_heads.heads_and_write_kv(
-        zeros(3, 8 * dim), angle, angle, distance, i, i, kv, kv, 4, q_norm=weight, k_norm=weight, **options
-    )
+        zeros(3, 8 * dim), angle, angle, distance, i, i, kv, kv, 4, q_norm=weight, k_norm=weight, **of_int8(kv),
+        **options,
+    )  # fmt: skip
 
 
 def post_norm(size, following, **options):
@@ -170,6 +179,7 @@ def run_all(gpu):
         ("fp8", 128, torch.float32), ("fp4", 16, torch.float32), ("fp4", 32, BF16),
     ):
         packed_products(kind, group, scales)
+    with_int8_cache()
     with_fp8_weights(gpu.fp8_units)
     if gpu.fp8_units:
         with_fp8_activations()
@@ -201,6 +211,16 @@ def packed_products(kind, group, scales):
         int4_gemv.gemv(zeros(2, 4096), weight, norm=(zeros(4096), 1e-6), gate="silu")
         int4_gemv.gemv(zeros(1, 4096), weight, zeros(4096), residual=zeros(1, 4096))
     packed.unpacked(weight, BF16)
+
+
+def with_int8_cache():
+    attend(128, 4, torch.int8)
+    attend(128, 4, torch.int8, batch=64)
+    attend(256, 7, torch.int8, window=100, softcap=30.0)
+    attend(512, 8, torch.int8)
+    rope(80, torch.int8, normed=True)
+    rope(128, torch.int8, normed=False)
+    heads(256, torch.int8, 128, 128, v_norm=True, keep=True)
 
 
 def with_fp8_weights(units):

@@ -248,7 +248,7 @@ def group(**weights):
     ("ct w4a16 g32", {"format": "marlin-24"}, "marlin-24"),
     ("ct w4a16 g32", {"ignore": ["re:("]}, "regular expression"),
     ("ct w4a16 g32", {"ignore": "lm_head"}, "ignore"),
-    ("ct w4a16 g32", {"config_groups": {}}, "lacks tensor"),
+    ("ct w4a16 g32", {"config_groups": {}}, f"{DOWN}.weight is expected: this tensor is quantised"),
     ("gptq", {"group_size": 64}, "has shape"),
     ("gptq", {"bits": 3}, "3 bits"),
     ("gptq", {"bits": 8}, "has shape"),

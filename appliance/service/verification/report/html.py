@@ -53,6 +53,11 @@ def _charts(group: GroupResult, language: str) -> Iterator[str]:
     def say(text: object) -> str:
         return escape(str(told(text, language)))
 
+    for model, rows in words.predictions(group.data):
+        yield f"<h3>{say(t('{model}, predicting texts', model=model))}</h3>"
+        head = "".join(f"<th>{say(column)}</th>" for column in words.PREDICTION)
+        body = "".join(f"<tr>{''.join(f'<td>{say(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        yield f"<table><tr>{head}</tr>{body}</table>"
     for model, loads in group.data.get("loads", {}).items():
         for kind, values in loads.items():
             result = LoadResult.of_json(values)

@@ -49,6 +49,12 @@ def _remarks(found: list[Finding], language: str) -> Iterator[str]:
 
 
 def _numbers(group: GroupResult, language: str) -> Iterator[str]:
+    for model, rows in words.predictions(group.data):
+        yield ""
+        yield safe(str(told(t("{model}, predicting texts", model=model), language)))
+        yield ""
+        said = [[safe(str(told(cell, language))) for cell in row] for row in rows]
+        yield from table([str(told(column, language)) for column in words.PREDICTION], said)
     for model, loads in group.data.get("loads", {}).items():
         for kind, values in loads.items():
             result = LoadResult.of_json(values)

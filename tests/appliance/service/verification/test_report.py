@@ -34,6 +34,9 @@ def verification(*, ok: bool = True) -> Verification:
     groups = [
         GroupResult(group="conformance", at="2026-01-01T00:00:00Z", seconds=1.0,
                     findings=[finding.to_json() for finding in findings]),
+        GroupResult(group="quality", at="2026-01-01T00:00:00Z", seconds=1.0, findings=[], data={"prediction": {EVIL: {
+            "en": {"tokens": 1040, "perplexity": 9.125, "reference_perplexity": 8.5, "top1_agreement": 0.942},
+            "ko": {"tokens": 1100, "perplexity": 7.5}}}}),
         GroupResult(group="performance", at="2026-01-01T00:00:00Z", seconds=1.0, findings=[],
                     data={"loads": {"chat": {"closed": load.to_json()}}}),
         GroupResult(group="stability", at="2026-01-01T00:00:00Z", seconds=1.0, findings=[],
@@ -55,6 +58,17 @@ def test_all_forms_are_written_and_their_hashes_are_in_the_audit_log(tmp_path: P
     assert record["event"] == "verification"
     assert record["passed"]
     assert record["sha256"] == written.files
+
+
+def test_what_a_quantisation_costs_stands_in_both_forms_and_languages(tmp_path: Path):
+    written = write(verification(), tmp_path / "reports")
+    for name in written.files:
+        text = (written.directory / name).read_text("utf-8")
+        if not name.endswith(".json"):
+            assert all(number in text for number in ("1,040", "9.12", "8.50", "94.2%", "7.50")), name
+    page = written.html.read_text("utf-8")
+    assert "Same likeliest token" in page
+    assert "가장 그럴듯한 토큰" in page
 
 
 def test_the_page_needs_nothing_else_and_no_text_breaks_out_of_it(tmp_path: Path):
