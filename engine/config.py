@@ -46,12 +46,6 @@ class EngineConfig:
         "auto", "precision of weights and activations ({default})", group="model", choices=_DTYPES)
     quantization: str | None = setting(
         None, "quantise weights, where the device can", group="model", metavar="METHOD", aliases=("-q",))
-    quantized_activations: Literal["auto", "none"] = setting(
-        "auto", "round the activations of several tokens to fp8 where the weight is int4 or fp8 in blocks and the GPU "
-        "has fp8 units; none: 16 bits ({default})", group="model")
-    int4_copy: Literal["auto", "never"] = setting(
-        "auto", "a second copy of int4 weights, in fp8, makes large batches faster; auto keeps it where a third of the "
-        "free memory holds it ({default})", group="memory")
     kv_cache_dtype: str = setting(
         "auto", "precision of the KV cache ({default})", group="memory", metavar="DTYPE")
     load_format: Literal["auto", "safetensors", "dummy"] = setting(
@@ -108,6 +102,13 @@ class EngineConfig:
     # A request's result has the same bits in any batch; slower (GPU only).
     batch_invariant: bool = setting(
         False, "the same bits for a request in any batch, at the price of speed ({default})", group="scheduling")
+
+    quantized_activations: Literal["auto", "none"] = setting(
+        "auto", "round the activations of several tokens to fp8 where the weight is int4 or fp8 in blocks and the GPU "
+        "has fp8 units; none: 16 bits ({default})", group="model")
+    int4_copy: Literal["auto", "never"] = setting(
+        "auto", "a second copy of int4 weights, in fp8, makes large batches faster; auto keeps it where a third of the "
+        "free memory holds it ({default})", group="memory")
 
     def __post_init__(self) -> None:
         self.model = Path(self.model)

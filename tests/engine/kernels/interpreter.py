@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 _DTYPES = {
@@ -17,6 +18,32 @@ def without_overflow_checks() -> None:
     from triton.runtime import interpreter
 
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+
+
+def _as_float64(interpreter: Any, handle: Any) -> Any:
+    """An operand's numbers; None for a type that NumPy has not."""
+    if handle.dtype.primitive_bitwidth == 8 and handle.dtype.is_floating():
+        half = interpreter.tl.float16
+        return interpreter._convert_float(handle.data, handle.dtype, half, None).view(np.float16).astype(np.float64)
+    return handle.data.astype(np.float64) if handle.data.dtype in (np.float16, np.float32) else None
+
+
+def exact_products(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Products of matrices that do not depend on a row's place, as on a GPU. NumPy's library adds up the last
+    rows of a matrix in another order than those before, on some CPUs: so sum in float64, and round once."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    original = builder.create_dot
+
+    def create_dot(a, b, d, input_precision, max_num_imprecise_acc):
+        wide = [_as_float64(interpreter, each) for each in (a, b)]
+        if d.data.dtype != np.float32 or wide[0] is None or wide[1] is None:
+            return original(a, b, d, input_precision, max_num_imprecise_acc)
+        product = np.matmul(wide[0], wide[1])
+        return interpreter.TensorHandle(product.astype(np.float32) + d.data, d.dtype.scalar)
+
+    setattr(builder, "create_dot", create_dot)
 
 
 def mend(setattr: Callable[[Any, str, Any], None] = setattr) -> None:

@@ -26,6 +26,15 @@ from engine.models.registry import model_class
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(autouse=True, scope="module")
+def products_of_any_shape(mended_interpreter):
+    from interpreter import exact_products
+
+    with pytest.MonkeyPatch.context() as patch:
+        exact_products(patch.setattr)
+        yield
+
+
 # gemma4-e2b: windows, keys that layers borrow, and layers that go on with the last tokens alone.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["qwen3", "gemma4-e2b"])
