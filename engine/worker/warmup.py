@@ -13,13 +13,14 @@ import torch
 
 from engine.core.batch import StepPlan
 from engine.kernels.attention.decode import SMALL_BATCH, num_splits
-from engine.kernels.gemm import autotune, cublaslt
+from engine.kernels.gemm import autotune, cublaslt, group_scaled
 from engine.kernels.gemm.small_batch import PRODUCT_ROWS
 from engine.kernels.runtime.compile_ahead import compile_ahead
 from engine.kernels.runtime.launcher import Job, recording, target_of
 from engine.layers.linear import Linear
 from engine.layers.moe import kinds_of_steps
 from engine.layers.quant import fp8, unquantized
+from engine.layers.quant.packed_gpu import PackedParts
 from engine.models.base import CausalLM
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device_runner import DeviceRunner
@@ -81,9 +82,16 @@ def choose_matmuls(model: CausalLM, dtype: torch.dtype, max_batch: int, max_toke
         log.info("measured %d products in %.1f s, to choose their algorithms", measured, time.monotonic() - began)
 
 
+def _meets_fp8_rows(model: CausalLM) -> bool:
+    """Whether packed weights meet fp8 activations: their kernel has a variant of its own for more than 128 rows."""
+    packed = (module.packed for module in model.modules() if isinstance(module, Linear))
+    return any(isinstance(each, PackedParts) and each.grouped is not None for each in packed)
+
+
 def _decode_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
     """Batch sizes that cover every variant of GEMMs and of decode attention."""
-    sizes = {size for size in PRODUCT_ROWS if size <= len(runner._ids)}
+    rows = (*PRODUCT_ROWS, group_scaled.MANY_ROWS) if _meets_fp8_rows(runner.model) else PRODUCT_ROWS
+    sizes = {size for size in rows if size <= len(runner._ids)}
     for heads in {layer.num_kv_heads for layer in runner.attention_layers}:
         seen = set()
         for batch in range(1, max_batch + 1):

@@ -25,6 +25,7 @@ import triton.language as tl
 from engine.kernels.gemm.packed_weight import Packed, pair_distance
 from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, wait_for_previous
 
+MANY_ROWS = 256  # a number of rows that stands for those from 129 to 512
 STEP = 128  # columns that are multiplied at a time
 E4M3_UNIT = 512  # int4's codes become multiples of 1 / 512, e4m3's smallest step
 _BLOCK_ROWS = 128

@@ -186,7 +186,14 @@ def test_a_cancelled_verification_leaves_no_process_behind(served: Target, smoll
 
 
 def _readers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if "engine.bench" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children(recursive=True) if "engine.bench" in _command(child)]
+
+
+def _command(child: psutil.Process) -> str:
+    try:
+        return " ".join(child.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
 
 
 def test_an_endpoint_without_log_probabilities_of_prompts_is_not_checked():
