@@ -102,7 +102,7 @@ def load_names(directory: Path, name: str, quantization: dict, listing: Listing)
     model = empty_model(directory)
     use_stored_formats(model, ModelConfig.load(directory), directory, tensors)
     model.adapt([plain_name(tensor) for tensor in tensors])
-    _check_names(model, directory, tensors)
+    _check_names(model, model.weights(), directory, tensors)
     return set(model.weights())
 
 
