@@ -195,11 +195,6 @@ def group_scaled(packed: Packed) -> GroupScaled | None:
     return GroupScaled(packed.values, packed.scale[::_BLOCK_ROWS].float().contiguous(), packed.group, _BLOCK_ROWS, 0)
 
 
-def one_group(weight: torch.Tensor, scale: torch.Tensor) -> GroupScaled:
-    """An e4m3 weight [N, K] with a scale for each output [N]."""
-    return GroupScaled(weight, scale.unsqueeze(1), weight.shape[1], 1, 0)
-
-
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Counters of finished parts, one for each tile. The last program resets its own to zero."""
