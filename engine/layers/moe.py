@@ -26,6 +26,7 @@ from engine.layers.quant.unquantized import UNQUANTIZED
 
 if TYPE_CHECKING:
     from engine.kernels.moe.decode import DenseBranch
+    from engine.kernels.moe.routing import Groups
 
 
 _INVARIANT_TOKENS = 256  # batch-invariant: every step takes the tiles of a step of this many tokens
@@ -36,6 +37,7 @@ class Routing(NamedTuple):
 
     weights: torch.Tensor  # [T, k] float32
     experts: torch.Tensor  # [T, k] int32
+    groups: "Groups | None" = None  # the pairs by expert, if the router's kernel grouped them
 
 
 def choose_experts(
@@ -64,9 +66,18 @@ class Router(Linear):
         self.top_k = top_k
         self.renormalize = renormalize
 
-    def choose(self, x: torch.Tensor) -> Routing:
-        """x [T, H] -> the experts of each token."""
-        return choose_experts(self(x), self.top_k, renormalize=self.renormalize)
+    def choose(
+        self, x: torch.Tensor, block_rows: int | None = None, expert_scale: torch.Tensor | None = None
+    ) -> Routing:
+        """x [T, H] -> the experts of each token. `block_rows`: RoutedExperts.block_rows of so many tokens;
+        `expert_scale` as in `choose_experts`."""
+        options: dict[str, Any] = {"renormalize": self.renormalize, "expert_scale": expert_scale}
+        if block_rows is not None and not self.batch_invariant:
+            from engine.kernels.moe.routing import route_and_group, supports
+
+            if supports(x.shape[0], self.top_k, self.weight):
+                return Routing(*route_and_group(x, self.weight, self.top_k, block_rows, **options))
+        return choose_experts(self(x), self.top_k, **options)
 
 
 class ExpertLinear(nn.Module):
@@ -148,6 +159,15 @@ class RoutedExperts(nn.Module):
         """Weights and scales, in the form that kernels take."""
         return self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale, self.down_proj.scale
 
+    def block_rows(self, tokens: int, top_k: int) -> int | None:
+        """The rows of the blocks into which this many tokens are grouped, if they are."""
+        weight = self.down_proj.weight
+        if tokens <= VECTOR_TOKENS or not weight.is_cuda or self.batch_invariant:
+            return None
+        from engine.kernels.moe.experts import tiles_of
+
+        return tiles_of(weight, top_k, tokens).rows
+
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, H] -> [T, H]."""
         if x.is_cuda:
@@ -171,7 +191,10 @@ class RoutedExperts(nn.Module):
             hidden, top_k = x.shape[1], routing.experts.shape[1]
             shape = Shape(self.num_experts, top_k, hidden, self.inner, self.down_proj.weight.itemsize)
             tiles = tiles_for(shape, _INVARIANT_TOKENS, shared_memory(x.device))
-        return routed_experts(x, *routing, *self.stacks, gate=self.gate, residual=residual, tiles=tiles)
+        return routed_experts(
+            x, routing.weights, routing.experts, *self.stacks, gate=self.gate, residual=residual,
+            groups=routing.groups, tiles=tiles,
+        )  # fmt: skip
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """One expert after the other, each with all of its tokens; experts without tokens are not read."""
@@ -220,14 +243,17 @@ class SparseMLP(nn.Module):
         return self.experts.fused and self.gate.read_by_experts(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._decode(x, None) if self.fits_decode(x.shape[0]) else self.experts(x, self.gate.choose(x))
+        return self._decode(x, None) if self.fits_decode(x.shape[0]) else self.experts(x, self._routing(x))
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor | UnnormedRows) -> torch.Tensor | None:
         """Like RoutedExperts.onto."""
         if isinstance(x, UnnormedRows) or self.fits_decode(x.shape[0]):
             self._decode(x, residual)
             return None
-        return self.experts.onto(residual, x, self.gate.choose(x))
+        return self.experts.onto(residual, x, self._routing(x))
+
+    def _routing(self, x: torch.Tensor) -> Routing:
+        return self.gate.choose(x, self.experts.block_rows(x.shape[0], self.gate.top_k))
 
     def _dense_branch(self) -> "DenseBranch | None":
         """The MLP that every token goes through (a shared expert), if there is one."""

@@ -24,7 +24,7 @@ from engine.layers.embed import Embedding
 from engine.layers.gemm_inputs import Activations
 from engine.layers.last_tokens import keep_last
 from engine.layers.linear import Linear
-from engine.layers.moe import RoutedExperts, Router, Routing, choose_experts
+from engine.layers.moe import RoutedExperts, Router, Routing
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope
 from engine.layers.weight_memory import empty_parameter
@@ -100,8 +100,9 @@ class Gemma4Router(nn.Module):
             self.norm.weight = nn.Parameter(self.norm.weight.float() * self._root, requires_grad=False)
             self._root = None
 
-    def forward(self, x: torch.Tensor) -> Routing:
-        return choose_experts(self.proj(x), self.proj.top_k, expert_scale=self.per_expert_scale)
+    def forward(self, x: torch.Tensor, block_rows: int | None) -> Routing:
+        """`block_rows` as in Router.choose."""
+        return self.proj.choose(x, block_rows, self.per_expert_scale)
 
 
 class ParallelExperts(nn.Module):
@@ -118,7 +119,8 @@ class ParallelExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, for_router: torch.Tensor) -> torch.Tensor:
         """x [T, H] normalised for the experts, and for the router."""
-        return self.experts(x, self.router(for_router))
+        block_rows = self.experts.block_rows(len(for_router), self.router.proj.top_k)
+        return self.experts(x, self.router(for_router, block_rows))
 
     def with_mlp(
         self, mlp: GemmaMLP, normed: Activations, x: Activations, for_router: Activations

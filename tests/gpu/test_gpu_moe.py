@@ -12,6 +12,7 @@ from engine.kernels.gemm import small_batch
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.decode import DenseBranch, Norm, sparse_block
+from engine.kernels.moe.routing import route_and_group
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.pointwise.norm import rms_norm
 from engine.kernels.runtime.compile_ahead import compile_ahead
@@ -115,6 +116,23 @@ def test_any_routing(skew: str) -> None:
         experts, weights, ours = routed(LONG, x, logits, layer)
         reference = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
         assert ((ours.float() - reference).norm(dim=1) / reference.norm(dim=1)).max() < 1e-2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_router_choice_and_grouping_in_one_kernel(shape: str) -> None:
+    """Whole numbers, so that sums in any order are exact: every expert and every place must be the reference's."""
+    num_experts, top_k, hidden, _, _ = SHAPES[shape]
+    router = torch.randint(-1, 2, (num_experts, hidden), device=DEVICE).bfloat16()
+    for tokens in (5, 8, 9, 16, 24, 32):
+        x = torch.randint(-1, 2, (tokens, hidden), device=DEVICE).bfloat16()
+        wanted_weights, wanted = moe_reference.choose_experts((x.float() @ router.float().t()).bfloat16(), top_k)
+        order, blocks = moe_reference.group(wanted, num_experts, 16)
+        for _ in range(20):  # launched without a pause: each finds the counter of arrivals at zero
+            weights, experts, groups = route_and_group(x, router, top_k, 16)
+        assert torch.equal(experts, wanted), tokens
+        torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-6)
+        assert torch.equal(groups.order, order), tokens
+        assert torch.equal(groups.blocks, blocks), tokens
 
 
 def link(residual: torch.Tensor, norm: torch.Tensor, layer: Layer, pause: Callable[[], None]) -> None:

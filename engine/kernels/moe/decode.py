@@ -201,7 +201,7 @@ def _down_kernel(
 
 
 @functools.cache
-def _arrivals(device: torch.device) -> torch.Tensor:
+def arrivals(device: torch.device) -> torch.Tensor:
     """Counter of the router's finished programs. The last one resets it, so it is zero between launches."""
     return torch.zeros(4, dtype=torch.int32, device=device)
 
@@ -262,7 +262,7 @@ def sparse_block(
         programs += triton.cdiv(width, first.block_n)
     route_kernel(
         (programs,), of_router, weight, router, factor, expert_scale, of_beside, gate_up, gate_up_scale, logits,
-        _arrivals(device), weights, experts, normed, dense_h, tokens, of_router.stride(0), of_beside.stride(0), eps,
+        arrivals(device), weights, experts, normed, dense_h, tokens, of_router.stride(0), of_beside.stride(0), eps,
         offset or 0.0, E=num_experts, EP=triton.next_power_of_2(num_experts), TOP_K=top_k,
         KP=triton.next_power_of_2(top_k), COLUMNS=columns, H=hidden, HP=triton.next_power_of_2(hidden), J=width,
         ROWS=rows, BLOCK_E=tiles.router.block_n, BLOCK_H=tiles.router.block_k, BLOCK_N=first.block_n,

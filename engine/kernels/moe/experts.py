@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.moe import decode as moe_decode
+from engine.kernels.moe.routing import Groups
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
     DecodeTiles,
@@ -147,8 +148,8 @@ def _group_kernel(
         tl.store(blocks_ptr + 3 * b + 2, rows, mask=mask)
 
 
-def group(experts: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """experts [T, k] -> (order [T k], blocks [n, 3]), int32.
+def group(experts: torch.Tensor, num_experts: int, rows: int) -> Groups:
+    """experts [T, k] -> (order [T k], blocks [n, 3], rows), int32.
 
     `order` lists the pairs (numbers t * k + j) by expert, in ascending order for each expert. A block is (expert, its
     first place in `order`, number of rows) and holds at most `rows` pairs of one expert; unused blocks, at the end,
@@ -169,7 +170,7 @@ def group(experts: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Ten
         (chunks,), experts, counts, order, blocks, pairs, chunks, num_blocks, triton.cdiv(num_blocks, chunks),
         E=num_experts, EP=padded, CHUNK=chunk, ROWS=rows, SINGLE=chunks == 1, num_warps=4,
     )  # fmt: skip
-    return order, blocks
+    return Groups(order, blocks, rows)
 
 
 @triton.jit
@@ -256,6 +257,14 @@ def _sum_kernel(
     _store(out_ptr + token * H + h, total, h < H, ADD)
 
 
+def tiles_of(w2: torch.Tensor, top_k: int, tokens: int) -> Tiles:
+    """The tiles that more than VECTOR_TOKENS tokens get on this device. w2 [E, H, I]."""
+    gpu, size = target_of(w2.device), w2.element_size()
+    num_experts, hidden, inner = w2.shape
+    shape = Shape(num_experts, top_k, hidden, inner, size, size == 1 and not gpu.fp8_units)
+    return tiles_for(shape, tokens, gpu.shared_memory, gpu)
+
+
 def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -267,34 +276,35 @@ def routed_experts(
     *,
     gate: str = "silu",
     residual: torch.Tensor | None = None,
+    groups: Groups | None = None,
     tiles: Tiles | DecodeTiles | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
     up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].
 
     `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
+    `groups`: the pairs of more than VECTOR_TOKENS tokens, in blocks of as many rows as the tiles have (moe.routing).
     """
-    num_experts, hidden, inner = w2.shape
     assert experts.is_contiguous()
     assert weights.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
     assert out.is_contiguous()
     if x.shape[0] <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
+        assert groups is None
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
     if tiles is None:
-        gpu = target_of(x.device)
-        size = w2.element_size()
-        shape = Shape(num_experts, experts.shape[1], hidden, inner, size, size == 1 and not gpu.fp8_units)
-        tiles = tiles_for(shape, x.shape[0], gpu.shared_memory, gpu)
+        tiles = tiles_of(w2, experts.shape[1], x.shape[0])
     assert isinstance(tiles, Tiles)
-    _grouped(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual is not None, tiles)
+    groups = groups or group(experts, w2.shape[0], tiles.rows)
+    assert groups.rows == tiles.rows
+    _grouped(x, weights, groups, w13, w2, scale13, scale2, gate, out, residual is not None, tiles)
     return out
 
 
 def _grouped(
     x: torch.Tensor,
     weights: torch.Tensor,
-    experts: torch.Tensor,
+    groups: Groups,
     w13: torch.Tensor,
     w2: torch.Tensor,
     scale13: torch.Tensor | None,
@@ -304,9 +314,8 @@ def _grouped(
     add: bool,
     tiles: Tiles,
 ) -> None:
-    (tokens, top_k), (num_experts, hidden, inner) = experts.shape, w2.shape
-    pairs = tokens * top_k
-    order, blocks = group(experts, num_experts, tiles.rows)
+    (tokens, top_k), (_, hidden, inner) = weights.shape, w2.shape
+    pairs, (order, blocks, _) = tokens * top_k, groups
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     first, second = tiles.gate_up, tiles.down

@@ -17,6 +17,7 @@ from engine.kernels.runtime.gpu_target import Target, tuned_file
 from engine.kernels.runtime.tuned_tables import TableError, number
 
 VECTOR_TOKENS = 4  # up to this many tokens, each token reads its experts' weights for itself: moe.decode
+ROUTED_TOKENS = 32  # up to this many, one kernel does all between x and the grouped pairs: moe.routing
 _BLOCK_ROWS = (16, 32, 64, 128)
 _TUNED = Path(__file__).with_name("tuned.json")
 
@@ -114,11 +115,17 @@ def all_kinds(shape: Shape, most: int, shared: int, gpu: Target | None = None) -
         if tokens <= VECTOR_TOKENS:
             kind = _power_of_two(tokens)
         else:
-            kind = tiles_for(shape, tokens, shared, gpu), chunk_size(pairs), pairs <= chunk_size(pairs)
+            router = routing_tokens(tokens) if tokens <= ROUTED_TOKENS else 0
+            kind = tiles_for(shape, tokens, shared, gpu), chunk_size(pairs), pairs <= chunk_size(pairs), router
         if kind not in seen:
             seen.add(kind)
             found.append(tokens)
     return found
+
+
+def routing_tokens(tokens: int) -> int:
+    """The most tokens of the variant of the routing kernel that so many tokens use."""
+    return max(8, _power_of_two(tokens))
 
 
 def chunk_size(pairs: int) -> int:

@@ -1,5 +1,5 @@
-"""Top-k of one token's router logits. With many tokens, each has its own program (experts.py). With few, the last of
-the router's programs does it for all (router.py), and later kernels wait for it.
+"""Top-k of a token's router logits. With many tokens, each has its own program (experts.py). With few, the last of
+the router's programs does it for all (router.py, routing.py), and later kernels wait for it.
 
 Experts are ordered by keys:
 
@@ -77,6 +77,35 @@ def all_experts(
     weights = tl.where(j < TOP_K, tl.exp(_logit(chosen) - highest) / total, 0.0)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, 0)
+    weights = tl.where(total == total, weights, float("nan"))
+    experts = _expert(chosen, E, EP)
+    if expert_scale_ptr is not None:
+        weights = weights * tl.load(expert_scale_ptr + experts).to(tl.float32)
+    return experts, weights
+
+
+@triton.jit
+def experts_of_rows(
+    logits, expert_scale_ptr, E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """all_experts for each row of logits [T, EP]: [T, KP] int32 and [T, KP] float32."""
+    e = tl.arange(0, EP)[None, :]
+    j = tl.arange(0, KP)[None, :]
+    keys = _keys(logits, e, E, EP)
+    lowest: tl.constexpr = -0x80000000 if keys.dtype.primitive_bitwidth == 32 else -0x8000000000000000
+    first = tl.max(keys, 1)[:, None]
+    keys = tl.where(keys == first, lowest, keys)
+    chosen = tl.where(j == 0, first, first)
+    for i in tl.static_range(1, TOP_K):
+        best = tl.max(keys, 1)[:, None]
+        keys = tl.where(keys == best, lowest, keys)
+        chosen = tl.where(j == i, best, chosen)
+    highest = _logit(first)
+    total = tl.sum(tl.where(e < E, tl.exp(logits.to(tl.float32) - highest), 0.0), 1)[:, None]
+    weights = tl.where(j < TOP_K, tl.exp(_logit(chosen) - highest) / total, 0.0)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, 1)[:, None]
     weights = tl.where(total == total, weights, float("nan"))
     experts = _expert(chosen, E, EP)
     if expert_scale_ptr is not None:

@@ -32,6 +32,7 @@ from engine.kernels.gemm import batch_invariant, group_scaled, int4_gemv, packed
 from engine.kernels.gemm.packed_weight import Packed
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
+from engine.kernels.moe import routing as moe_routing
 from engine.kernels.pointwise import fused, host_rows, norm, quantize
 from engine.kernels.recurrent import gated_delta
 from engine.kernels.runtime import compile_ahead, launcher
@@ -106,6 +107,9 @@ def experts(num_experts, top_k, hidden, inner, dtype, tokens, **options):
     scales = [torch.zeros(w.shape[:2]) for w in (w13, w2)] if dtype == FP8 else []
     routing = moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
     moe_experts.routed_experts(zeros(tokens, hidden), *routing, w13, w2, *scales, **options)
+    router = zeros(num_experts, hidden)
+    if moe_routing.supports(tokens, top_k, router):
+        moe_routing.route_and_group(zeros(tokens, hidden), router, top_k, 16)
 
 
 def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, factor, **options):
