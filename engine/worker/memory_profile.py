@@ -119,7 +119,8 @@ def _with_prompts(
     """Those of the steps that have prompts, and full ones in which only a few prompts end."""
     few = [count for count in _FEW_PROMPTS if count <= min(max_num_seqs, max_num_tokens)]
     limit = runner.max_model_len - 2
-    full = [_largest_steps(_lengths(min(max_num_tokens, count * limit), count, limit))[0] for count in few]
+    lengths = [_lengths(min(max_num_tokens, count * limit), count, limit) for count in few]
+    full = [_largest_steps(each, prompt_logprobs=False)[0] for each in lengths]
     return [plan for plan in (*steps, *full) if plan.num_tokens > len(plan.seqs)]
 
 
@@ -133,13 +134,14 @@ def _lengths(num_tokens: int, count: int, limit: int) -> list[int]:
     return lengths
 
 
-def _largest_steps(lengths: list[int]) -> list[StepPlan]:
+def _largest_steps(lengths: list[int], *, prompt_logprobs: bool = True) -> list[StepPlan]:
     """A step with prompts of these lengths, then a step with one more token of each. There are no pages yet, so all of
-    them use page 0."""
+    them use page 0. The first prompt asks for the logprobs of its tokens: then the last layer computes all rows."""
+    asked = MAX_LOGPROBS if prompt_logprobs else None
     params = SamplingParams(top_p=0.9, presence_penalty=0.1, logprobs=MAX_LOGPROBS, max_tokens=None)
     inits = [RowInit(i + 1, [0] * n, min(n, _PROMPT_LOGPROBS + 1), params, i, ()) for i, n in enumerate(lengths)]
     prompts = [
-        ScheduledSeq(str(i), i, i + 1, 0, n, samples=True, prompt_logprobs=None if i else MAX_LOGPROBS)
+        ScheduledSeq(str(i), i, i + 1, 0, n, samples=True, prompt_logprobs=asked if i == 0 else None)
         for i, n in enumerate(lengths)
     ]
     decodes = [ScheduledSeq(str(i), i, i + 1, n, 1, samples=True) for i, n in enumerate(lengths)]
