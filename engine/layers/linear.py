@@ -105,9 +105,14 @@ class Linear(nn.Module):
         """Whether this many rows run on the format's GEMV, which fuses the norm, gate or residual around it."""
         return self.gemm.gemv is not None and rows <= self.vector_rows
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels can read `weight`: an element each, in fp8 with a scale for each output in `scale`."""
+        return self.gemm.gemv is plain_gemv
+
     def read_by_experts(self, rows: int) -> bool:
         """Whether the experts' kernel for this many rows (kernels/moe/decode.py) can read this weight, too."""
-        return self.gemm.gemv is plain_gemv and rows <= self.vector_rows
+        return self.is_plain and rows <= self.vector_rows
 
     @property
     def by_library(self) -> autotune.Weight | None:

@@ -19,14 +19,14 @@ from engine.kernels.moe.tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.kernels.runtime.gpu_target import Target
 from engine.layers.activation import Gate
-from engine.layers.gemm_inputs import UnnormedRows
+from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
 from engine.layers.linear import Linear
 from engine.layers.quant.base import ExpertMethod, Tensors
 from engine.layers.quant.unquantized import UNQUANTIZED
 
 if TYPE_CHECKING:
     from engine.kernels.moe.decode import DenseBranch
-    from engine.kernels.moe.routing import Groups
+    from engine.kernels.moe.experts import Rows
 
 
 _INVARIANT_TOKENS = 256  # batch-invariant: every step takes the tiles of a step of this many tokens
@@ -37,7 +37,6 @@ class Routing(NamedTuple):
 
     weights: torch.Tensor  # [T, k] float32
     experts: torch.Tensor  # [T, k] int32
-    groups: "Groups | None" = None  # the pairs by expert, if the router's kernel grouped them
 
 
 def choose_experts(
@@ -66,18 +65,9 @@ class Router(Linear):
         self.top_k = top_k
         self.renormalize = renormalize
 
-    def choose(
-        self, x: torch.Tensor, block_rows: int | None = None, expert_scale: torch.Tensor | None = None
-    ) -> Routing:
-        """x [T, H] -> the experts of each token. `block_rows`: RoutedExperts.block_rows of so many tokens;
-        `expert_scale` as in `choose_experts`."""
-        options: dict[str, Any] = {"renormalize": self.renormalize, "expert_scale": expert_scale}
-        if block_rows is not None and not self.batch_invariant:
-            from engine.kernels.moe.routing import route_and_group, supports
-
-            if supports(x.shape[0], self.top_k, self.weight):
-                return Routing(*route_and_group(x, self.weight, self.top_k, block_rows, **options))
-        return choose_experts(self(x), self.top_k, **options)
+    def choose(self, x: torch.Tensor) -> Routing:
+        """x [T, H] -> the experts of each token."""
+        return choose_experts(self(x), self.top_k, renormalize=self.renormalize)
 
 
 class ExpertLinear(nn.Module):
@@ -159,42 +149,58 @@ class RoutedExperts(nn.Module):
         """Weights and scales, in the form that kernels take."""
         return self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale, self.down_proj.scale
 
-    def block_rows(self, tokens: int, top_k: int) -> int | None:
-        """The rows of the blocks into which this many tokens are grouped, if they are."""
-        weight = self.down_proj.weight
-        if tokens <= VECTOR_TOKENS or not weight.is_cuda or self.batch_invariant:
-            return None
-        from engine.kernels.moe.experts import tiles_of
+    def wants_fp8(self, rows: int) -> bool:
+        """As Linear.wants_fp8."""
+        if rows <= VECTOR_TOKENS or not self.fused or self.gate_up_proj.scale is None:
+            return False
+        weight = self.gate_up_proj.weight
+        if not weight.is_cuda:
+            return False
+        from engine.kernels.runtime.launcher import target_of
 
-        return tiles_of(weight, top_k, tokens).rows
+        return target_of(weight.device).fp8_units
 
-    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def runs_block(self, rows: int, router: Router, dense: "DenseBranch | None") -> bool:
+        """Whether so many rows run the whole block, with the router and the dense branch, as the kernels of
+        kernels/moe/few_tokens.py."""
+        if not router.weight.is_cuda or not self.fused or self.batch_invariant:
+            return False
+        from engine.kernels.moe.few_tokens import joins
+        from engine.kernels.moe.routing import supports
+
+        _, w2, _, scale2 = self.stacks
+        return supports(rows, router.top_k, router.weight) and (dense is None or joins(dense, w2, scale2))
+
+    def forward(self, x: torch.Tensor | QuantizedRows, routing: Routing) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        if x.is_cuda:
+        if isinstance(x, QuantizedRows) or x.is_cuda:
             return self._on_gpu(x, routing, None)
         with num_threads(self._threads):  # everything else in a small step runs on one thread
             return self._by_expert(x, routing)
 
-    def onto(self, residual: torch.Tensor, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
+    def onto(
+        self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows, routing: Routing
+    ) -> torch.Tensor | None:
         """Like Linear.onto: returns the result to be added to `residual` [T, H], or None if it was added in place."""
-        if not x.is_cuda:
+        if isinstance(x, torch.Tensor) and not x.is_cuda:
             return self(x, routing)
         self._on_gpu(x, routing, residual)
         return None
 
-    def _on_gpu(self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None) -> torch.Tensor:
+    def _on_gpu(
+        self, x: torch.Tensor | QuantizedRows, routing: Routing, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         from engine.kernels.moe.experts import routed_experts
         from engine.kernels.runtime.launcher import shared_memory
 
-        tiles = None
+        values, tiles = x if isinstance(x, torch.Tensor) else x.values, None
         if self.batch_invariant:
-            hidden, top_k = x.shape[1], routing.experts.shape[1]
+            hidden, top_k = values.shape[1], routing.experts.shape[1]
             shape = Shape(self.num_experts, top_k, hidden, self.inner, self.down_proj.weight.itemsize)
-            tiles = tiles_for(shape, _INVARIANT_TOKENS, shared_memory(x.device))
+            tiles = tiles_for(shape, _INVARIANT_TOKENS, shared_memory(values.device))
         return routed_experts(
-            x, routing.weights, routing.experts, *self.stacks, gate=self.gate, residual=residual,
-            groups=routing.groups, tiles=tiles,
-        )  # fmt: skip
+            kernel_rows(x), *routing, *self.stacks, gate=self.gate, residual=residual, tiles=tiles, dtype=x.dtype
+        )
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """One expert after the other, each with all of its tokens; experts without tokens are not read."""
@@ -242,18 +248,29 @@ class SparseMLP(nn.Module):
         """Whether so few rows run the whole block, including its norm, as three kernels (kernels/moe/decode.py)."""
         return self.experts.fused and self.gate.read_by_experts(rows)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._decode(x, None) if self.fits_decode(x.shape[0]) else self.experts(x, self._routing(x))
+    def fits_block(self, rows: int) -> bool:
+        """Whether so few rows run the whole block as the kernels of kernels/moe/few_tokens.py."""
+        return self.experts.runs_block(rows, self.gate, None)
 
-    def onto(self, residual: torch.Tensor, x: torch.Tensor | UnnormedRows) -> torch.Tensor | None:
-        """Like RoutedExperts.onto."""
-        if isinstance(x, UnnormedRows) or self.fits_decode(x.shape[0]):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fits_decode(x.shape[0]):
+            return self._decode(x, None)
+        return self._block(x, x, None) if self.fits_block(x.shape[0]) else self.experts(x, self.gate.choose(x))
+
+    def onto(self, residual: torch.Tensor, x: Activations) -> torch.Tensor | None:
+        """Like RoutedExperts.onto. fp8 rows come with the plain ones, which the router reads."""
+        if isinstance(x, UnnormedRows):
             self._decode(x, residual)
             return None
-        return self.experts.onto(residual, x, self._routing(x))
-
-    def _routing(self, x: torch.Tensor) -> Routing:
-        return self.gate.choose(x, self.experts.block_rows(x.shape[0], self.gate.top_k))
+        plain = x if isinstance(x, torch.Tensor) else x.plain
+        assert plain is not None
+        if isinstance(x, torch.Tensor) and self.fits_decode(x.shape[0]):
+            self._decode(x, residual)
+            return None
+        if self.fits_block(plain.shape[0]):
+            self._block(x, plain, residual)
+            return None
+        return self.experts.onto(residual, x, self.gate.choose(plain))
 
     def _dense_branch(self) -> "DenseBranch | None":
         """The MLP that every token goes through (a shared expert), if there is one."""
@@ -270,6 +287,22 @@ class SparseMLP(nn.Module):
             gate=self.experts.gate, norm=norm, dense=self._dense_branch(), residual=residual,
         )  # fmt: skip
         return out
+
+    def _block(
+        self, x: torch.Tensor | QuantizedRows, plain: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        from engine.kernels.moe.few_tokens import sparse_block
+
+        out, _ = sparse_block(
+            kernel_rows(x), self.gate.weight, *self.experts.stacks, for_router=plain, top_k=self.gate.top_k,
+            renormalize=self.gate.renormalize, gate=self.experts.gate, dense=self._dense_branch(), residual=residual,
+        )  # fmt: skip
+        return out
+
+
+def kernel_rows(x: torch.Tensor | QuantizedRows) -> "Rows":
+    """Activations as the kernels of kernels/moe take them."""
+    return x if isinstance(x, torch.Tensor) else (x.values, x.scale)
 
 
 def kinds_of_steps(model: nn.Module, most: int, gpu: Target) -> set[int]:

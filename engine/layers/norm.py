@@ -1,6 +1,7 @@
 """RMS normalisation, alone or after adding to the residual stream."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,12 @@ class RMSNorm(nn.Module):
         return self(x, residual), kept
 
 
+class Consumer(Protocol):
+    """What reads a norm's result."""
+
+    def wants_fp8(self, rows: int) -> bool: ...
+
+
 class WideRMSNorm(RMSNorm):
     """(offset + w) * x / rms(x), all in float32 and rounded once: Gemma's, and with an offset of 1 Qwen3.5's too.
 
@@ -85,8 +92,7 @@ class WideRMSNorm(RMSNorm):
         residual: torch.Tensor,
         x: torch.Tensor,
         following: Sequence["WideRMSNorm"],
-        consumer: Linear | None,
-        *,
+        *consumers: Consumer | None,
         branch: tuple["WideRMSNorm", torch.Tensor, "WideRMSNorm"] | None = None,
         scalar: torch.Tensor | None = None,
     ) -> list[Activations]:
@@ -94,11 +100,11 @@ class WideRMSNorm(RMSNorm):
         and the next in layers that normalise a GEMM's output.
 
         branch: (norm_1, y, norm_2); then norm_1(x) + norm_2(y) takes the place of x. Returns the following norms of the
-        residual, or the residual if there are none; the first in the form that `consumer` reads. All norms have the
-        same eps and offset.
+        residual, or the residual if there are none; the first two in the forms that their `consumers` read. All norms
+        have the same eps and offset.
         """
         if x.is_cuda:
-            return self._onto_on_gpu(residual, x, following, consumer, branch, scalar)
+            return self._onto_on_gpu(residual, x, following, consumers, branch, scalar)
         if branch is not None:
             norm_1, y, norm_2 = branch
             x = norm_1(x) + norm_2(y)
@@ -112,22 +118,20 @@ class WideRMSNorm(RMSNorm):
         residual: torch.Tensor,
         x: torch.Tensor,
         following: Sequence["WideRMSNorm"],
-        consumer: Linear | None,
+        consumers: Sequence[Consumer | None],
         branch: tuple["WideRMSNorm", torch.Tensor, "WideRMSNorm"] | None,
         scalar: torch.Tensor | None,
     ) -> list[Activations]:
         from engine.kernels.pointwise.norm import post_norm
 
         weights = None if branch is None else (branch[0].weight, branch[1], branch[2].weight)
-        first, others = post_norm(
+        quantize = [consumer is not None and consumer.wants_fp8(x.shape[0]) for consumer in consumers]
+        found = post_norm(
             x, self.weight, residual, [norm.weight for norm in following], self.eps, self.offset, branch=weights,
-            scalar=scalar, quantize=consumer is not None and consumer.wants_fp8(x.shape[0]),
+            scalar=scalar, quantize=quantize,
         )  # fmt: skip
-        if first is None:
-            first = residual
-        elif isinstance(first, tuple):
-            first = QuantizedRows(*first, x.dtype)
-        return [first, *others]
+        rows: list[Activations] = [QuantizedRows(*each, x.dtype) if isinstance(each, tuple) else each for each in found]
+        return rows or [residual]
 
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

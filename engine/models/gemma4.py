@@ -15,16 +15,17 @@ kind that has some.
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from engine.layers.activation import gate_mul
 from engine.layers.embed import Embedding
-from engine.layers.gemm_inputs import Activations
+from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
 from engine.layers.last_tokens import keep_last
 from engine.layers.linear import Linear
-from engine.layers.moe import RoutedExperts, Router, Routing
+from engine.layers.moe import RoutedExperts, Router, Routing, choose_experts, kernel_rows
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope
 from engine.layers.weight_memory import empty_parameter
@@ -100,9 +101,8 @@ class Gemma4Router(nn.Module):
             self.norm.weight = nn.Parameter(self.norm.weight.float() * self._root, requires_grad=False)
             self._root = None
 
-    def forward(self, x: torch.Tensor, block_rows: int | None) -> Routing:
-        """`block_rows` as in Router.choose."""
-        return self.proj.choose(x, block_rows, self.per_expert_scale)
+    def forward(self, x: torch.Tensor) -> Routing:
+        return choose_experts(self.proj(x), self.proj.top_k, expert_scale=self.per_expert_scale)
 
 
 class ParallelExperts(nn.Module):
@@ -117,30 +117,52 @@ class ParallelExperts(nn.Module):
         self.post_feedforward_layernorm_2 = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.stacked = True  # the experts' layout on disk; quantisers write a matrix for each expert instead
 
-    def forward(self, x: torch.Tensor, for_router: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedRows, for_router: torch.Tensor) -> torch.Tensor:
         """x [T, H] normalised for the experts, and for the router."""
-        block_rows = self.experts.block_rows(len(for_router), self.router.proj.top_k)
-        return self.experts(x, self.router(for_router, block_rows))
+        return self.experts(x, self.router(for_router))
 
     def with_mlp(
         self, mlp: GemmaMLP, normed: Activations, x: Activations, for_router: Activations
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The results of the MLP and of these experts; for few rows, three kernels compute both."""
-        assert isinstance(x, torch.Tensor)
+        """The results of the MLP and of these experts; for few rows, the same kernels compute both."""
         assert isinstance(for_router, torch.Tensor)
-        first, second, router = mlp.gate_up_proj, mlp.down_proj, self.router
-        few = all(linear.read_by_experts(x.shape[0]) for linear in (first, second, router.proj))
-        if not few or not self.experts.fused or not isinstance(normed, torch.Tensor):
-            return mlp(normed), self(x, for_router)
-        from engine.kernels.moe.decode import DenseBranch, sparse_block
+        assert not isinstance(normed, UnnormedRows)
+        assert not isinstance(x, UnnormedRows)
+        in_kernels = self._in_kernels(mlp, normed, x, for_router) if for_router.is_cuda else None
+        return (mlp(normed), self(x, for_router)) if in_kernels is None else in_kernels
 
-        ours, dense = sparse_block(
-            x, router.proj.weight, *self.experts.stacks, top_k=router.proj.top_k, gate=self.experts.gate,
-            expert_scale=router.per_expert_scale, for_router=for_router, for_dense=normed,
-            dense=DenseBranch(first.weight, first.scale, second.weight, second.scale),
-        )  # fmt: skip
-        assert dense is not None
-        return dense, ours
+    def _in_kernels(
+        self,
+        mlp: GemmaMLP,
+        normed: torch.Tensor | QuantizedRows,
+        x: torch.Tensor | QuantizedRows,
+        for_router: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`with_mlp` in the kernels for few rows, if they take so many and the weights' format."""
+        from engine.kernels.moe import decode, few_tokens
+
+        first, second, router, rows = mlp.gate_up_proj, mlp.down_proj, self.router.proj, for_router.shape[0]
+        if not (self.experts.fused and first.is_plain and second.is_plain):
+            return None
+        dense = decode.DenseBranch(first.weight, first.scale, second.weight, second.scale)
+        options: dict[str, Any] = {
+            "top_k": router.top_k, "gate": self.experts.gate, "expert_scale": self.router.per_expert_scale,
+            "for_router": for_router, "dense": dense,
+        }  # fmt: skip
+        if self.experts.runs_block(rows, router, dense):
+            ours, of_mlp = few_tokens.sparse_block(
+                kernel_rows(x), router.weight, *self.experts.stacks, for_dense=kernel_rows(normed), **options
+            )
+        elif all(linear.read_by_experts(rows) for linear in (first, second, router)):
+            assert isinstance(x, torch.Tensor)
+            assert isinstance(normed, torch.Tensor)
+            ours, of_mlp = decode.sparse_block(
+                x, router.weight, *self.experts.stacks, for_dense=normed, **options
+            )
+        else:
+            return None
+        assert of_mlp is not None
+        return of_mlp, ours
 
     def weights(self, prefix: str) -> Weights:
         experts = self.experts.stacked_weights if self.stacked else self.experts.weights
@@ -179,7 +201,8 @@ class Gemma4Layer(GemmaLayer):
             heads, x = keep_last(heads), keep_last(x)
             e = None if e is None else keep_last(e)
         y = self.self_attn.o_proj(heads)
-        normed, *others = self.post_attention_layernorm.onto(x, y, norms, self.mlp.gate_up_proj)
+        consumers = [self.mlp.gate_up_proj] if sparse is None else [self.mlp.gate_up_proj, sparse.experts]
+        normed, *others = self.post_attention_layernorm.onto(x, y, norms, *consumers)
         branch = None
         if sparse is None:
             y = self.mlp(normed)

@@ -117,18 +117,29 @@ class SharedExpertMLP(SparseMLP):
         first, second = self.shared_expert.gate_up_proj, self.shared_expert.down_proj
         return DenseBranch(first.weight, first.scale, second.weight, second.scale, self.shared_expert_gate.weight)
 
+    def fits_block(self, rows: int) -> bool:
+        shared = self.shared_expert
+        plain = shared.gate_up_proj.is_plain and shared.down_proj.is_plain
+        return plain and self.experts.runs_block(rows, self.gate, self._dense_branch())
+
+    def _in_block(self, rows: int) -> bool:
+        """Whether the experts' kernels compute the shared expert, too."""
+        return self.fits_decode(rows) or self.fits_block(rows)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        if self.fits_decode(x.shape[0]):
+        if self._in_block(x.shape[0]):
             return y
         return y.addcmul_(self.shared_expert_gate(x).sigmoid(), self.shared_expert(x))
 
     def onto(self, residual: torch.Tensor, x: Activations) -> torch.Tensor | None:
-        if isinstance(x, UnnormedRows) or (isinstance(x, torch.Tensor) and self.fits_decode(x.shape[0])):
-            return super().onto(residual, x)
+        y = super().onto(residual, x)
+        if isinstance(x, UnnormedRows):
+            return y
         plain = x.plain if isinstance(x, QuantizedRows) else x
         assert plain is not None
-        y = super().onto(residual, plain)
+        if self._in_block(plain.shape[0]):
+            return y
         target = residual if y is None else y
         target.addcmul_(self.shared_expert_gate(plain).sigmoid(), self.shared_expert(x))
         return y

@@ -5,6 +5,7 @@ tiles, window and softcap, bf16, fp8 and int8. Every slot of the KV cache that n
 exposes a kernel that reads what it must not.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -261,11 +262,11 @@ def post_norm(side: Side, *, size: int, quantize: bool) -> list[Result]:
     x, y, residual = side.strided(9, size), side.strided(9, size), side.randn(9, size)
     branch, scalar = (weights[0], y, weights[1]), 1 + side.randn(1) * 0.1
     with side.clock():
-        first, others = side.norm.post_norm(
-            x, weights[2], residual, weights[3:], 1e-5, 0.0, branch=branch, scalar=scalar, quantize=quantize
+        normed = side.norm.post_norm(
+            x, weights[2], residual, weights[3:], 1e-5, 0.0, branch=branch, scalar=scalar, quantize=[quantize] * 2
         )
-    results = fp8_rows(first) if quantize else [numbers(first, 5)]
-    return [*results, *[numbers(other, 5) for other in others], numbers(residual, 5)]
+    results = [fp8_rows(each) if isinstance(each, tuple) else [numbers(each, 5)] for each in normed]
+    return [*itertools.chain(*results), numbers(residual, 5)]
 
 
 def gate_mul(side: Side, *, inner: int, kind: str, quantize: bool) -> list[Result]:

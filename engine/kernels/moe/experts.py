@@ -2,16 +2,12 @@
 
 Up to VECTOR_TOKENS tokens, each (token, expert) pair reads the expert's weights for itself: see moe.decode.
 
-With more tokens, the pairs are grouped by expert into blocks of rows. A block is multiplied on tensor cores, with the
-weight's rows on the tile's wide side, so a block is padded to 16 rows at most. Each pair has its own row of results. A
-last kernel weights and sums the k rows of a token, in the order in which its experts were chosen.
+With more tokens, the pairs are grouped by expert into blocks of rows, and multiplied by moe.grouped_gemm. With 5 to 64,
+the router and a dense branch join in: see moe.few_tokens.
 
 Grid sizes depend only on the number of tokens, never on the router's choice: the list of blocks has its maximum length,
 and programs without a block return at once. So the host never waits for the device, and CUDA graphs can capture
 everything. No atomic additions: the same input gives the same bits.
-
-fp8 weights have a scale for each expert and output channel; activations are quantised to fp8 before both GEMMs, with a
-scale per row. On GPUs without fp8 units activations stay as they are, and weights are widened on the fly.
 """
 
 import torch
@@ -19,11 +15,10 @@ import triton
 import triton.language as tl
 
 from engine.kernels.moe import decode as moe_decode
-from engine.kernels.moe.routing import Groups
+from engine.kernels.moe.grouped_gemm import Groups, Rows, add_up, expert_product
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
     DecodeTiles,
-    MatrixTiles,
     Shape,
     Tiles,
     chunk_size,
@@ -31,13 +26,9 @@ from engine.kernels.moe.tiles import (
     tiles_for,
 )
 from engine.kernels.moe.top_k import MOST_EXPERTS, all_experts
-from engine.kernels.pointwise.e4m3 import widened
-from engine.kernels.pointwise.gate import activated
-from engine.kernels.pointwise.quantize import quantize_rows
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
 _STEP = tl.constexpr(16)  # pairs, or blocks, that the grouping kernels handle at a time
-
 
 @kernel
 def _choose_kernel(
@@ -173,90 +164,6 @@ def group(experts: torch.Tensor, num_experts: int, rows: int) -> Groups:
     return Groups(order, blocks, rows)
 
 
-@triton.jit
-def _store(at, y, mask, ADD: tl.constexpr):
-    """Store y, or with ADD add y to what is there: rounded where a separate addition would round."""
-    y = y.to(at.dtype.element_ty)
-    if ADD:
-        y = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-    tl.store(at, y, mask=mask)
-
-
-@kernel
-def _grouped_kernel(
-    x_ptr, w_ptr, x_scale_ptr, scale_ptr, order_ptr, blocks_ptr, y_ptr, x_stride,
-    N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, FP8: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_previous(PDL)
-    block = blocks_ptr + 3 * tl.program_id(1)
-    rows = tl.load(block + 2)
-    if rows == 0:
-        return
-    expert = tl.load(block).to(tl.int64)
-    m = tl.arange(0, ROWS)
-    pair = tl.load(order_ptr + tl.load(block + 1) + m, mask=m < rows, other=0).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    n_mask = (n < N)[:, None]
-    w_at = w_ptr + expert * ((1 if GATE is None else 2) * N * K) + n[:, None] * K + k[None, :]
-    # SHARE pairs share a row of x. Rows beyond the end of the block read pair 0's row, and are not stored.
-    x_at = x_ptr + (pair // SHARE)[None, :] * x_stride + k[:, None]
-    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    up = acc
-    for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K != 0:
-            k_live = k < K - at
-            x = tl.load(x_at + at, mask=k_live[:, None], other=0.0)
-            w = tl.load(w_at + at, mask=n_mask & k_live[None, :], other=0.0)
-            if GATE is not None:
-                u = tl.load(w_at + N * K + at, mask=n_mask & k_live[None, :], other=0.0)
-        else:
-            x = tl.load(x_at + at)
-            if N % BLOCK_N == 0:
-                w = tl.load(w_at + at)
-                if GATE is not None:
-                    u = tl.load(w_at + N * K + at)
-            else:
-                w = tl.load(w_at + at, mask=n_mask, other=0.0)
-                if GATE is not None:
-                    u = tl.load(w_at + N * K + at, mask=n_mask, other=0.0)
-        if FP8 and x_scale_ptr is None:
-            w = widened(w, x.dtype)
-            if GATE is not None:
-                u = widened(u, x.dtype)
-        acc = tl.dot(w, x, acc)
-        if GATE is not None:
-            up = tl.dot(u, x, up)
-    if FP8:
-        x_scale = 1.0
-        if x_scale_ptr is not None:
-            x_scale = tl.load(x_scale_ptr + pair // SHARE)[None, :]
-        scale_at = scale_ptr + expert * ((1 if GATE is None else 2) * N) + n
-        acc = acc * tl.load(scale_at, mask=n < N, other=0.0)[:, None] * x_scale
-        if GATE is not None:
-            up = up * tl.load(scale_at + N, mask=n < N, other=0.0)[:, None] * x_scale
-    if GATE is not None:
-        acc = activated(acc, GATE) * up
-    tl.store(
-        y_ptr + pair[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=n_mask & (m < rows)[None, :]
-    )
-
-
-@kernel
-def _sum_kernel(
-    y_ptr, weights_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
-):
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(TOP_K):
-        y = tl.load(y_ptr + (token * TOP_K + j) * H + h, mask=h < H, other=0.0)
-        total += tl.load(weights_ptr + token * TOP_K + j) * y.to(tl.float32)
-    _store(out_ptr + token * H + h, total, h < H, ADD)
-
-
 def tiles_of(w2: torch.Tensor, top_k: int, tokens: int) -> Tiles:
     """The tiles that more than VECTOR_TOKENS tokens get on this device. w2 [E, H, I]."""
     gpu, size = target_of(w2.device), w2.element_size()
@@ -266,7 +173,7 @@ def tiles_of(w2: torch.Tensor, top_k: int, tokens: int) -> Tiles:
 
 
 def routed_experts(
-    x: torch.Tensor,
+    x: Rows,
     weights: torch.Tensor,
     experts: torch.Tensor,
     w13: torch.Tensor,
@@ -276,78 +183,30 @@ def routed_experts(
     *,
     gate: str = "silu",
     residual: torch.Tensor | None = None,
-    groups: Groups | None = None,
     tiles: Tiles | DecodeTiles | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
     up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].
 
-    `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
-    `groups`: the pairs of more than VECTOR_TOKENS tokens, in blocks of as many rows as the tiles have (moe.routing).
+    `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned. More
+    than VECTOR_TOKENS rows of x may be in fp8 if the weights are; `dtype` is then that of the result.
     """
+    values = x if isinstance(x, torch.Tensor) else x[0]
+    dtype = dtype or values.dtype
     assert experts.is_contiguous()
     assert weights.is_contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
+    out = torch.empty(values.shape, dtype=dtype, device=values.device) if residual is None else residual
     assert out.is_contiguous()
-    if x.shape[0] <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
-        assert groups is None
+    (tokens, top_k), num_experts = experts.shape, w2.shape[0]
+    if tokens <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
+        assert isinstance(x, torch.Tensor)
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
     if tiles is None:
-        tiles = tiles_of(w2, experts.shape[1], x.shape[0])
+        tiles = tiles_of(w2, top_k, tokens)
     assert isinstance(tiles, Tiles)
-    groups = groups or group(experts, w2.shape[0], tiles.rows)
-    assert groups.rows == tiles.rows
-    _grouped(x, weights, groups, w13, w2, scale13, scale2, gate, out, residual is not None, tiles)
+    groups = group(experts, num_experts, tiles.rows)
+    h = expert_product(x, w13, scale13, groups, top_k, tiles.gate_up, gate=gate, dtype=dtype)
+    y = expert_product(h, w2, scale2, groups, 1, tiles.down, gate=None, dtype=dtype)
+    add_up(y, weights, out, top_k, add=residual is not None)
     return out
-
-
-def _grouped(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    groups: Groups,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    scale13: torch.Tensor | None,
-    scale2: torch.Tensor | None,
-    gate: str,
-    out: torch.Tensor,
-    add: bool,
-    tiles: Tiles,
-) -> None:
-    (tokens, top_k), (_, hidden, inner) = weights.shape, w2.shape
-    pairs, (order, blocks, _) = tokens * top_k, groups
-    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    first, second = tiles.gate_up, tiles.down
-    _product(x, w13, scale13, order, blocks, h, top_k, tiles.rows, first, gate=gate)
-    _product(h, w2, scale2, order, blocks, y, 1, tiles.rows, second, gate=None)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _sum_kernel(
-        (tokens, triton.cdiv(hidden, block)), y, weights, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
-    )
-
-
-def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    order: torch.Tensor,
-    blocks: torch.Tensor,
-    out: torch.Tensor,
-    share: int,
-    rows: int,
-    tiles: MatrixTiles,
-    *,
-    gate: str | None,
-) -> None:
-    """out [pairs, N] = each pair's row of x (number pair // share) times its expert's weight, with the gate applied."""
-    x_scale = None
-    if scale is not None and target_of(x.device).fp8_units:
-        x, x_scale = quantize_rows(x)
-    outputs, inner = out.shape[1], weight.shape[2]
-    _grouped_kernel(
-        (triton.cdiv(outputs, tiles.block_n), blocks.shape[0]), x, weight, x_scale, scale, order, blocks, out,
-        x.stride(0), N=outputs, K=inner, SHARE=share, ROWS=rows, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        FP8=scale is not None, GATE=gate, STAGES=tiles.stages, num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )  # fmt: skip

@@ -17,7 +17,7 @@ from engine.kernels.runtime.gpu_target import Target, tuned_file
 from engine.kernels.runtime.tuned_tables import TableError, number
 
 VECTOR_TOKENS = 4  # up to this many tokens, each token reads its experts' weights for itself: moe.decode
-ROUTED_TOKENS = 32  # up to this many, one kernel does all between x and the grouped pairs: moe.routing
+ROUTED_TOKENS = 64  # up to this many, one kernel does all between x and the grouped pairs: moe.routing
 _BLOCK_ROWS = (16, 32, 64, 128)
 _TUNED = Path(__file__).with_name("tuned.json")
 

@@ -3,7 +3,7 @@
     rms_norm         before a GEMM; adds to the residual stream first
     post_norm        after a GEMM, as in Gemma:
                          h = residual = (residual + norm(x)) * scalar      two branches: norm_1(x) + norm_2(y) for x
-                         then up to three norms of h, which differ only in their weights; the first may be in fp8
+                         then up to three norms of h, which differ only in their weights; the first two may be in fp8
     gated_rms_norm   of Gated DeltaNet's heads, with their gate
 
 Each can return fp8, for an fp8 GEMM. Every operation rounds to the activations' dtype, as separate kernels would, so
@@ -124,7 +124,7 @@ def rms_norm(
 @kernel
 def _post_norm_kernel(
     x_ptr, x_weight_ptr, y_ptr, y_weight_ptr, weight_ptr, residual_ptr, scalar_ptr, first_ptr, second_ptr, third_ptr,
-    out_ptr, scale_ptr, second_out_ptr, third_out_ptr, x_stride, y_stride, eps, offset,
+    out_ptr, scale_ptr, second_out_ptr, second_scale_ptr, third_out_ptr, x_stride, y_stride, eps, offset,
     N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -158,7 +158,11 @@ def _post_norm_kernel(
     store_row(h, residual_ptr + row * N, N, BLOCK)
     inverse = _inverse_rms(h, eps, N, BLOCK)
     if second_ptr is not None:
-        store_row(_weighted(h, inverse, second, offset), second_out_ptr + row * N, N, BLOCK)
+        normed = _weighted(h, inverse, second, offset)
+        if second_scale_ptr is not None:
+            store_row_as_fp8(normed, second_out_ptr + row * N, second_scale_ptr + row, N, BLOCK)
+        else:
+            store_row(normed, second_out_ptr + row * N, N, BLOCK)
     if third_ptr is not None:
         store_row(_weighted(h, inverse, third, offset), third_out_ptr + row * N, N, BLOCK)
     if first_ptr is not None:
@@ -179,13 +183,13 @@ def post_norm(
     *,
     branch: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     scalar: torch.Tensor | None = None,
-    quantize: bool = False,
-) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, list[torch.Tensor]]:
+    quantize: Sequence[bool] = (),
+) -> list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
     """residual [T, H] = (residual + norm(x)) * scalar, in place; then its norms by up to 3 weights `following`.
 
     x [T, H] (rows may be strided). branch: (norm_1's weight, y [T, H], norm_2's weight); then norm_1(x) + norm_2(y)
-    takes the place of x. Returns the first of the norms and the others. With `quantize` the first is
-    (e4m3 [T, H], scale [T]), see pointwise.quantize; if there are no norms, that is the residual itself, quantised.
+    takes the place of x. Returns the norms. The first two are (e4m3 [T, H], scale [T]), see pointwise.quantize, where
+    `quantize` says so; if there are no norms and quantize[0], the residual itself, quantised.
     """
     rows, size = x.shape
     assert residual.is_contiguous()
@@ -193,19 +197,25 @@ def post_norm(
     x_weight, y, y_weight = (None, None, None) if branch is None else branch
     first, second, third = (*following, *[None] * (MOST_FOLLOWING - len(following)))
     block, warps = blocks_for(size)
-    out = scale = None
-    if quantize:
-        out, scale = empty_rows(rows, size, x.device)
-    elif following:
-        out = torch.empty_like(residual)
-    others = [torch.empty_like(residual) for _ in following[1:]]
-    second_out, third_out = (*others, *[None] * (MOST_FOLLOWING - 1 - len(others)))
+    asked = (*quantize, False, False)[:2]
+    found: list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = []
+    outs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    for place in range(MOST_FOLLOWING):
+        out = scale = None
+        if place < 2 and asked[place] and (place == 0 or place < len(following)):
+            out, scale = empty_rows(rows, size, x.device)
+            found.append((out, scale))
+        elif place < len(following):
+            out = torch.empty_like(residual)
+            found.append(out)
+        outs.append((out, scale))
+    (out, scale), (second_out, second_scale), (third_out, _) = outs
     _post_norm_kernel(
         (rows,), x, x_weight, y, y_weight, weight, residual, scalar, first, second, third,
-        out, scale, second_out, third_out, x.stride(0), 0 if y is None else y.stride(0), eps, offset,
+        out, scale, second_out, second_scale, third_out, x.stride(0), 0 if y is None else y.stride(0), eps, offset,
         N=size, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    return out if scale is None or out is None else (out, scale), others
+    return found
 
 
 @kernel

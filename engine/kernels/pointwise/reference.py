@@ -46,8 +46,8 @@ def post_norm(
     *,
     branch: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     scalar: torch.Tensor | None = None,
-    quantize: bool = False,
-) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, list[torch.Tensor]]:
+    quantize: Sequence[bool] = (),
+) -> list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
     """pointwise.norm.post_norm."""
     if branch is not None:
         x_weight, y, y_weight = branch
@@ -56,10 +56,10 @@ def post_norm(
     if scalar is not None:
         residual *= scalar
     normed = [wide_normed(residual, each, offset, eps) for each in following]
-    first = normed[0] if normed else None
-    if quantize:
-        first = quantize_rows(residual if first is None else first)
-    return first, normed[1:]
+    if not normed and any(quantize):
+        return [quantize_rows(residual)]
+    asked = (*quantize, False, False, False)
+    return [quantize_rows(each) if fp8 else each for each, fp8 in zip(normed, asked, strict=False)]
 
 
 def gate_mul(

@@ -32,7 +32,7 @@ from engine.kernels.gemm import batch_invariant, group_scaled, int4_gemv, packed
 from engine.kernels.gemm.packed_weight import Packed
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
-from engine.kernels.moe import routing as moe_routing
+from engine.kernels.moe import few_tokens as moe_few_tokens
 from engine.kernels.pointwise import fused, host_rows, norm, quantize
 from engine.kernels.recurrent import gated_delta
 from engine.kernels.runtime import compile_ahead, launcher
@@ -107,9 +107,20 @@ def experts(num_experts, top_k, hidden, inner, dtype, tokens, **options):
     scales = [torch.zeros(w.shape[:2]) for w in (w13, w2)] if dtype == FP8 else []
     routing = moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
     moe_experts.routed_experts(zeros(tokens, hidden), *routing, w13, w2, *scales, **options)
-    router = zeros(num_experts, hidden)
-    if moe_routing.supports(tokens, top_k, router):
-        moe_routing.route_and_group(zeros(tokens, hidden), router, top_k, 16)
+
+
+def few_tokens(num_experts, top_k, hidden, inner, width, dtype, tokens, *, factor, **options):
+    def weight(*shape):
+        return zeros(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
+
+    (w13, scale13), (w2, scale2) = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
+    x, dense = zeros(tokens, hidden), None
+    if width:
+        extra = zeros(1, hidden) if factor else None
+        dense = moe_decode.DenseBranch(*weight(2 * width, hidden), *weight(hidden, width), extra)
+    moe_few_tokens.sparse_block(
+        x, zeros(num_experts, hidden), w13, w2, scale13, scale2, for_router=x, top_k=top_k, dense=dense, **options
+    )
 
 
 def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, factor, **options):
@@ -178,6 +189,8 @@ def run_all(gpu):
     experts(4, 2, 2048, 768, BF16, 4100)
     sparse_block(8, 2, 2048, 512, 512, BF16, 1, factor=True)
     sparse_block(8, 2, 2048, 768, 0, BF16, 2, factor=False)
+    few_tokens(128, 8, 2048, 768, 0, BF16, 9, factor=False)
+    few_tokens(8, 2, 2048, 512, 512, BF16, 40, factor=True)
     for kind, group, scales in (
         ("int4", 32, BF16), ("int4", 128, torch.float16), ("int4", 4096, BF16), ("int8", 64, BF16), ("fp8", 128, BF16),
         ("fp8", 128, torch.float32), ("fp4", 16, torch.float32), ("fp4", 32, BF16),
@@ -234,7 +247,9 @@ def with_fp8_weights(units):
     experts(4, 2, 2048, 512, FP8, 2)
     experts(4, 2, 2048, 512, FP8, 9)
     experts(4, 2, 2816, 704, FP8, 300)
-    experts(128, 8, 2816, 704, FP8, 64)  # of a shape that was measured
+    experts(128, 8, 2816, 704, FP8, 96)  # of a shape that was measured
+    few_tokens(256, 8, 2048, 512, 512, FP8, 64, factor=True)
+    few_tokens(128, 8, 2816, 704, 2112, FP8, 8, factor=False, gate="gelu_tanh", expert_scale=zeros(128))
     attend(128, 4, FP8)
     attend(128, 4, FP8, batch=64)
     attend(256, 7, FP8, window=100)
@@ -262,9 +277,9 @@ def with_fp8_activations():
     small_batch.small_batch_gemm(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
     quantize.quantize_rows(zeros(3, 960))
     quantize.quantize_rows(zeros(3, 6144))
-    post_norm(5376, 1, quantize=True)
-    post_norm(1536, 0, quantize=True)
-    post_norm(2816, 3, quantize=True)
+    post_norm(5376, 1, quantize=[True])
+    post_norm(1536, 0, quantize=[True])
+    post_norm(2816, 3, quantize=[True, True])
     norm.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
     fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
     fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)

@@ -66,11 +66,12 @@ def test_which_steps_it_serves():
     router = torch.zeros(128, 64, dtype=torch.bfloat16)
     assert [n for n in (1, 4, 5, ROUTED_TOKENS, ROUTED_TOKENS + 1) if supports(n, 8, router)] == [5, ROUTED_TOKENS]
     assert not supports(8, 8, router.float())
-    assert not supports(8, 17, router)
+    assert supports(32, 16, router)
+    assert not supports(33, 9, router)
     many = torch.zeros(512, 64, dtype=torch.bfloat16)
-    assert [n for n in (8, 16, 17, 32) if supports(n, 10, many)] == [8, 16]
+    assert [n for n in (8, 16, 32, 33) if supports(n, 10, many)] == [8, 16, 32]
 
 
 def test_the_warm_up_runs_each_variant():
     kinds = all_kinds(Shape(128, 8, 2816, 704, 1), 64, 227 << 10)
-    assert {max(8, 1 << (n - 1).bit_length()) for n in kinds if 4 < n <= ROUTED_TOKENS} == {8, 16, 32}
+    assert {max(8, 1 << (n - 1).bit_length()) for n in kinds if 4 < n <= ROUTED_TOKENS} == {8, 16, 32, 64}

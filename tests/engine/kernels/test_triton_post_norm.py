@@ -46,29 +46,32 @@ def test_like_separate_norms(following, with_branch, with_scalar, offset, dtype)
         y = torch.randn(5, size + 16).to(dtype)[:, :size]
         branch = make_norm(size, dtype, offset), y, make_norm(size, dtype, offset)
     kept, reference_residual = residual.clone(), residual.clone()
-    first, others = run(pointwise_norm, norm, x, residual, norms, branch, scalar=scalar)
+    found = run(pointwise_norm, norm, x, residual, norms, branch, scalar=scalar)
     expected = norm.onto(kept, x, norms, None, branch=branch, scalar=scalar)
-    reference_first, reference_others = run(
-        pointwise_reference, norm, x, reference_residual, norms, branch, scalar=scalar
-    )
-    assert (first is None) == (reference_first is None) == (following == 0)
+    reference = run(pointwise_reference, norm, x, reference_residual, norms, branch, scalar=scalar)
+    assert len(found) == len(reference) == following
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(residual, kept, **close)
     torch.testing.assert_close(reference_residual, kept, **close)
-    torch.testing.assert_close([residual if first is None else first, *others], expected, **close)
-    if following:
-        torch.testing.assert_close([reference_first, *reference_others], expected, **close)
+    torch.testing.assert_close(found or [residual], expected, **close)
+    torch.testing.assert_close(reference or [reference_residual], expected, **close)
 
 
-@pytest.mark.parametrize("following", [0, 1])
+@pytest.mark.parametrize("following", [0, 1, 3])
 def test_quantised(following):
     norm, norms = make_norm(640, torch.float32), [make_norm(640, torch.float32)] * following
     x, residual = torch.randn(5, 640), torch.randn(5, 640)
     kept = residual.clone()
-    (values, scale), _ = run(pointwise_norm, norm, x, residual, norms, quantize=True)
-    (expected,) = norm.onto(kept, x, norms, None)
+    found = run(pointwise_norm, norm, x, residual, norms, quantize=[True, True])
+    expected = norm.onto(kept, x, norms)
     torch.testing.assert_close(residual, kept, rtol=1e-5, atol=1e-5)
-    reference_values, reference_scale = pointwise_reference.quantize_rows(expected)
-    torch.testing.assert_close(scale, reference_scale, rtol=1e-5, atol=0)
-    assert (values.float() == reference_values.float()).float().mean() > 0.98
-    torch.testing.assert_close(values.float(), reference_values.float(), rtol=0.126, atol=2**-9)
+    assert [isinstance(each, tuple) for each in found] == [True, True, False][: max(1, following)]
+    for each, plain in zip(found, expected, strict=True):
+        if not isinstance(each, tuple):
+            torch.testing.assert_close(each, plain, rtol=1e-5, atol=1e-5)
+            continue
+        values, scale = each
+        reference_values, reference_scale = pointwise_reference.quantize_rows(plain)
+        torch.testing.assert_close(scale, reference_scale, rtol=1e-5, atol=0)
+        assert (values.float() == reference_values.float()).float().mean() > 0.98
+        torch.testing.assert_close(values.float(), reference_values.float(), rtol=0.126, atol=2**-9)
