@@ -3,12 +3,16 @@
 Prompts are read first. Then `--steps` decode steps of `--batch` sequences are timed, and as many again are traced:
 operator by operator on a CPU, kernel by kernel on a GPU. Tracing slows the host down, so its shares are meaningful but
 its times are not (those of GPU kernels are). On a GPU the phases are those of the host, which waits in `collect`.
+
+GPU kernels overlap: one starts early and waits for the previous one. So the time of a kernel is counted from the end of
+the last one before it to its own end, and kernels are listed with the one before.
 """
 
 import argparse
+import itertools
 import time
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -23,6 +27,7 @@ from engine.worker import runner as runner_module
 
 _WARM_STEPS = 4
 _TOP = 25
+_NAME = 60  # characters of a kernel's name: those of libraries fill lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,18 +115,36 @@ def run(args: argparse.Namespace) -> list[report.Row]:
             engine.step()
         if on_gpu:
             torch.cuda.synchronize()
-    events = profiler.key_averages()
+    cost = _kernels(profiler) if on_gpu else _operators(profiler)
+    total = sum(microseconds for microseconds, _ in cost.values())
     if on_gpu:
-        kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-        cost = [(e.self_device_time_total, e) for e in kernels]
-    else:
-        cost = [(e.self_cpu_time_total, e) for e in events]
-    total = sum(c for c, _ in cost)
-    if on_gpu:
-        rows[0]["device_ms"] = round(total / 1e3 / args.steps, 3)  # for the rest of step_ms the GPU waited
-    for microseconds, event in sorted(cost, key=lambda pair: -pair[0])[:_TOP]:
-        rows.append({"bench": "op", "op": event.key, "share": round(microseconds / max(total, 1e-9), 4),
-                     "us_per_step": round(microseconds / args.steps, 1),
-                     "calls_per_step": round(event.count / args.steps, 1)})  # fmt: skip
+        rows[0]["device_ms"] = round(total / 1e3 / args.steps, 3)
+    for operator, (microseconds, count) in sorted(cost.items(), key=lambda pair: -pair[1][0])[:_TOP]:
+        rows.append({"bench": "op", **operator._asdict(), "share": round(microseconds / max(total, 1e-9), 4),
+                     "us_per_step": round(microseconds / args.steps, 1), "calls_per_step": round(count / args.steps, 1),
+                     "us": round(microseconds / count, 2)})  # fmt: skip
     engine.abort([str(i) for i in range(args.batch)])
     return rows
+
+
+class _Operator(NamedTuple):
+    op: str
+    after: str  # the kernel before it on a GPU
+
+
+Costs = dict[_Operator, tuple[float, int]]  # microseconds and calls
+
+
+def _operators(profiler: trace) -> Costs:
+    return {_Operator(event.key, ""): (event.self_cpu_time_total, event.count) for event in profiler.key_averages()}
+
+
+def _kernels(profiler: trace) -> Costs:
+    events = [e for e in profiler.events() or () if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    events.sort(key=lambda event: event.time_range.end)
+    found: Costs = {}
+    for before, event in itertools.pairwise(events):
+        key = _Operator(event.name[:_NAME], before.name[:_NAME])
+        microseconds, count = found.get(key, (0.0, 0))
+        found[key] = microseconds + event.time_range.end - before.time_range.end, count + 1
+    return found
