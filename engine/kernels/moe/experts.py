@@ -10,8 +10,9 @@ Grid sizes depend only on the number of tokens, never on the router's choice: th
 and programs without a block return at once. So the host never waits for the device, and CUDA graphs can capture
 everything. No atomic additions: the same input gives the same bits.
 
-fp8 weights have a scale for each expert and output channel; activations are quantised to fp8 before both GEMMs, with a
-scale per row. On GPUs without fp8 units activations stay as they are, and weights are widened on the fly.
+fp8 weights have a scale for each output of an expert, or for each block of 128 x 128 numbers (moe.group_scaled);
+activations are quantised to fp8 before both GEMMs, with a scale per row. On GPUs without fp8 units, and where the
+caller wants it, activations stay as they are, and weights are widened on the fly.
 """
 
 import torch
@@ -19,14 +20,15 @@ import triton
 import triton.language as tl
 
 from engine.kernels.moe import decode as moe_decode
+from engine.kernels.moe.group_scaled import grouped_product
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
     DecodeTiles,
     MatrixTiles,
-    Shape,
     Tiles,
     chunk_size,
     max_blocks,
+    shape_of,
     tiles_for,
 )
 from engine.kernels.moe.top_k import MOST_EXPERTS, all_experts
@@ -267,27 +269,28 @@ def routed_experts(
     *,
     gate: str = "silu",
     residual: torch.Tensor | None = None,
+    fp8_activations: bool = True,
     tiles: Tiles | DecodeTiles | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
-    up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].
+    up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales: scale13 [E, 2 I] and scale2 [E, H],
+    or, in blocks, [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉].
 
-    `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
+    `gate`: "silu" or "gelu_tanh". `fp8_activations`: of more than VECTOR_TOKENS tokens, where the GPU can. With `residual` [T, H], the result is added to it in place, and it is returned.
     """
-    num_experts, hidden, inner = w2.shape
     assert experts.is_contiguous()
     assert weights.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
     assert out.is_contiguous()
     if x.shape[0] <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
+    gpu = target_of(x.device)
+    to_fp8 = fp8_activations and gpu.fp8_units
     if tiles is None:
-        gpu = target_of(x.device)
-        size = w2.element_size()
-        shape = Shape(num_experts, experts.shape[1], hidden, inner, size, size == 1 and not gpu.fp8_units)
+        shape = shape_of(w2, scale2, experts.shape[1], widened=not to_fp8)
         tiles = tiles_for(shape, x.shape[0], gpu.shared_memory, gpu)
     assert isinstance(tiles, Tiles)
-    _grouped(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual is not None, tiles)
+    _grouped(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual is not None, to_fp8, tiles)
     return out
 
 
@@ -302,6 +305,7 @@ def _grouped(
     gate: str,
     out: torch.Tensor,
     add: bool,
+    to_fp8: bool,
     tiles: Tiles,
 ) -> None:
     (tokens, top_k), (num_experts, hidden, inner) = experts.shape, w2.shape
@@ -310,8 +314,8 @@ def _grouped(
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     first, second = tiles.gate_up, tiles.down
-    _product(x, w13, scale13, order, blocks, h, top_k, tiles.rows, first, gate=gate)
-    _product(h, w2, scale2, order, blocks, y, 1, tiles.rows, second, gate=None)
+    _product(x, w13, scale13, order, blocks, h, top_k, tiles.rows, first, gate=gate, to_fp8=to_fp8)
+    _product(h, w2, scale2, order, blocks, y, 1, tiles.rows, second, gate=None, to_fp8=to_fp8)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel(
         (tokens, triton.cdiv(hidden, block)), y, weights, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
@@ -330,11 +334,15 @@ def _product(
     tiles: MatrixTiles,
     *,
     gate: str | None,
+    to_fp8: bool,
 ) -> None:
     """out [pairs, N] = each pair's row of x (number pair // share) times its expert's weight, with the gate applied."""
     x_scale = None
-    if scale is not None and target_of(x.device).fp8_units:
+    if scale is not None and to_fp8:
         x, x_scale = quantize_rows(x)
+    if scale is not None and scale.dim() == 3:
+        grouped_product(x, x_scale, weight, scale, order, blocks, out, share, rows, tiles, gate=gate)
+        return
     outputs, inner = out.shape[1], weight.shape[2]
     _grouped_kernel(
         (triton.cdiv(outputs, tiles.block_n), blocks.shape[0]), x, weight, x_scale, scale, order, blocks, out,

@@ -10,15 +10,22 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from engine.kernels.runtime import tuned_tables
 from engine.kernels.runtime.gpu_target import Target, tuned_file
 from engine.kernels.runtime.tuned_tables import TableError, number
 
+if TYPE_CHECKING:
+    import torch
+
 VECTOR_TOKENS = 4  # up to this many tokens, each token reads its experts' weights for itself: moe.decode
+SCALE_BLOCK = 128  # rows and columns of a weight that share a scale in the form "blocks"
 _BLOCK_ROWS = (16, 32, 64, 128)
 _TUNED = Path(__file__).with_name("tuned.json")
+
+
+Form = Literal["rows", "blocks"]  # of scales: one for each output (or none), or for each block of 128 x 128 numbers
 
 
 class Shape(NamedTuple):
@@ -29,12 +36,25 @@ class Shape(NamedTuple):
     hidden: int
     inner: int
     itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
-    widened: bool = False  # the GPU has no fp8 tensor cores: fp8 weights are multiplied with 16-bit activations
+    widened: bool = False  # fp8 weights are multiplied with 16-bit activations: the GPU has no fp8 tensor cores, ...
+    form: Form = "rows"
 
     @property
     def x_itemsize(self) -> int:
         """Bytes of an activation on the tensor cores."""
         return 2 if self.widened else self.itemsize
+
+
+def shape_of(
+    w2: "torch.Tensor", scale2: "torch.Tensor | None", top_k: int, *, widened: bool = False
+) -> Shape:
+    """The shape of experts with these weights [E, H, I] of their last product, and their scales."""
+    num_experts, hidden, inner = w2.shape
+    itemsize = w2.element_size()
+    in_blocks = scale2 is not None and scale2.dim() == 3
+    return Shape(
+        num_experts, top_k, hidden, inner, itemsize, widened and itemsize == 1, "blocks" if in_blocks else "rows"
+    )
 
 
 class MatrixTiles(NamedTuple):
@@ -91,7 +111,9 @@ def decode_tiles(shape: Shape, tokens: int, dense_width: int = 0, gpu: Target | 
     The rule keeps 64 to 128 bytes of a weight in flight per thread, in rows of 256 bytes or more, and has enough
     programs that the memory is never idle.
     """
-    for most, tiles in _measured(gpu).get((*shape, dense_width), ()):
+    measured = _measured(gpu)
+    own = measured.get((*shape, dense_width))  # those of the other form read the same bytes
+    for most, tiles in own or measured.get((*shape._replace(form="rows"), dense_width), ()):
         if tokens <= most:
             return tiles
     whole = _power_of_two(shape.hidden)  # the router's weights always take two bytes each
@@ -143,6 +165,12 @@ def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     by arithmetic: large tiles."""
     inner, outputs = (shape.hidden, shape.inner) if gate else (shape.inner, shape.hidden)
     weights = 2 if gate else 1
+    if shape.form == "blocks":  # each step has a product of its own, in as many registers as the sums
+        block_n, warps = 128 if rows == 128 and not gate else 64, 8 if rows == 128 else 4
+        block_k = SCALE_BLOCK if inner % SCALE_BLOCK == 0 else SCALE_BLOCK // 2
+        stage = (weights * block_n * shape.itemsize + rows * shape.x_itemsize) * block_k
+        room = shared - 1024 if rows == 128 else shared // 2 - 1024
+        return MatrixTiles(block_n, block_k, warps, max(2, min(6, room // stage)))
     large = rows == 128 and outputs % 128 == 0 and shared > 128 << 10
     block_n = 128 if large else 64
     widest = (256 if rows <= 32 else 128) // shape.x_itemsize
@@ -178,7 +206,9 @@ class Measured(NamedTuple):
     tiles: Tiles | DecodeTiles
 
     def as_json(self) -> dict[str, Any]:
-        shape = self.shape if self.shape.widened else self.shape[:-1]
+        shape: tuple[Any, ...] = self.shape  # without defaults at the end
+        while len(shape) > 5 and shape[-1] == Shape._field_defaults[Shape._fields[len(shape) - 1]]:
+            shape = shape[:-1]
         return {"shape": shape, "dense_width": self.dense_width, "tokens": self.tokens, "tiles": self.tiles._asdict()}
 
 
@@ -215,7 +245,7 @@ def parse(raw: Any, gpu: Target) -> Measured:
     for name, value in zip(Shape._fields[:4], shape[:4], strict=True):
         number(value, name, 1, 1 << 24)
     number(shape.itemsize, "itemsize", 1, 2)
-    if type(shape.widened) is not bool or shape.top_k > shape.num_experts:
+    if type(shape.widened) is not bool or shape.form not in get_args(Form) or shape.top_k > shape.num_experts:
         raise TableError("has an impossible shape")
     if isinstance(tiles, Tiles):
         number(entry.tokens, "tokens", VECTOR_TOKENS + 1, 1 << 24)
@@ -225,6 +255,8 @@ def parse(raw: Any, gpu: Target) -> Measured:
             number(each.block_k, "block_k", 16, 1024, power_of_two=True)
             number(each.warps, "warps", 1, 16, power_of_two=True)
             number(each.stages, "stages", 1, 8)
+            if shape.form == "blocks" and (each.block_n > SCALE_BLOCK or each.block_k > SCALE_BLOCK):
+                raise TableError("has tiles larger than the blocks that share a scale")
         if shared_bytes(tiles, shape) > gpu.shared_memory:
             raise TableError(
                 f"needs {shared_bytes(tiles, shape) >> 10} KiB of shared memory, and a program may have "
