@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.moe.tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
+from engine.kernels.moe.tiles import VECTOR_TOKENS, Shape, all_kinds, form_of, shape_of, tiles_for
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.kernels.runtime.gpu_target import Target
 from engine.layers.activation import Gate
@@ -121,10 +121,12 @@ class ExpertLinear(nn.Module):
 class RoutedExperts(nn.Module):
     """The gated MLPs [H -> I -> H] of E experts, applied to each token according to a routing, and summed.
 
-    `batch_invariant` (GPU): tiles of one size for any number of tokens.
+    Set before loading, of a GPU: `batch_invariant`: tiles of one size for any number of tokens. `fp8_activations`: many
+    tokens may be rounded to fp8 for weights that the checkpoint has in blocks or groups.
     """
 
     batch_invariant = False
+    fp8_activations = True
 
     def __init__(self, hidden_size: int, inner: int, num_experts: int, *, gate: Gate = "silu") -> None:
         super().__init__()
@@ -164,14 +166,24 @@ class RoutedExperts(nn.Module):
 
     def _on_gpu(self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None) -> torch.Tensor:
         from engine.kernels.moe.experts import routed_experts
-        from engine.kernels.runtime.launcher import shared_memory
+        from engine.kernels.runtime.launcher import target_of
 
         tiles = None
         if self.batch_invariant:
-            hidden, top_k = x.shape[1], routing.experts.shape[1]
-            shape = Shape(self.num_experts, top_k, hidden, self.inner, self.down_proj.weight.itemsize)
-            tiles = tiles_for(shape, _INVARIANT_TOKENS, shared_memory(x.device))
-        return routed_experts(x, *routing, *self.stacks, gate=self.gate, residual=residual, tiles=tiles)
+            gpu = target_of(x.device)
+            tiles = tiles_for(self.shape(routing.experts.shape[1], gpu), _INVARIANT_TOKENS, gpu.shared_memory)
+        return routed_experts(
+            x, *routing, *self.stacks, gate=self.gate, residual=residual, fp8_activations=self._reads_fp8, tiles=tiles
+        )
+
+    @property
+    def _reads_fp8(self) -> bool:
+        return self.fp8_activations or form_of(self.down_proj.scale) == "rows"
+
+    def shape(self, top_k: int, gpu: Target) -> Shape:
+        """The shape by which kernels for many tokens choose their tiles."""
+        widened = not (gpu.fp8_units and self._reads_fp8)
+        return shape_of(self.down_proj.weight, self.down_proj.scale, top_k, widened=widened)
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """One expert after the other, each with all of its tokens; experts without tokens are not read."""
@@ -250,10 +262,5 @@ def kinds_of_steps(model: nn.Module, most: int, gpu: Target) -> set[int]:
     """Token counts up to `most` that together use every expert kernel of that range, for the warm-up."""
     modules = list(model.modules())
     top_k = {module.top_k for module in modules if isinstance(module, Router)}
-    stacks = {(*m.down_proj.weight.shape, m.down_proj.weight.itemsize) for m in modules if isinstance(m, RoutedExperts)}
-    shapes = [
-        Shape(e, k, hidden, inner, itemsize, itemsize == 1 and not gpu.fp8_units)
-        for e, hidden, inner, itemsize in stacks
-        for k in top_k
-    ]
+    shapes = {m.shape(k, gpu) for m in modules if isinstance(m, RoutedExperts) for k in top_k}
     return {tokens for shape in shapes for tokens in all_kinds(shape, most, gpu.shared_memory, gpu)}

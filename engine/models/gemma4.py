@@ -135,7 +135,7 @@ class ParallelExperts(nn.Module):
         ours, dense = sparse_block(
             x, router.proj.weight, *self.experts.stacks, top_k=router.proj.top_k, gate=self.experts.gate,
             expert_scale=router.per_expert_scale, for_router=for_router, for_dense=normed,
-            dense=DenseBranch(first.weight, first.scale, second.weight, second.scale),
+            dense=DenseBranch(*first.streamed, *second.streamed),
         )  # fmt: skip
         assert dense is not None
         return dense, ours

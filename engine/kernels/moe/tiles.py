@@ -45,16 +45,16 @@ class Shape(NamedTuple):
         return 2 if self.widened else self.itemsize
 
 
-def shape_of(
-    w2: "torch.Tensor", scale2: "torch.Tensor | None", top_k: int, *, widened: bool = False
-) -> Shape:
+def form_of(scale: "torch.Tensor | None") -> Form:
+    """The form of a stack of experts with these scales."""
+    return "blocks" if scale is not None and scale.dim() == 3 else "rows"
+
+
+def shape_of(w2: "torch.Tensor", scale2: "torch.Tensor | None", top_k: int, *, widened: bool = False) -> Shape:
     """The shape of experts with these weights [E, H, I] of their last product, and their scales."""
     num_experts, hidden, inner = w2.shape
-    itemsize = w2.element_size()
-    in_blocks = scale2 is not None and scale2.dim() == 3
-    return Shape(
-        num_experts, top_k, hidden, inner, itemsize, widened and itemsize == 1, "blocks" if in_blocks else "rows"
-    )
+    size = w2.element_size()
+    return Shape(num_experts, top_k, hidden, inner, size, widened and size == 1, form_of(scale2))
 
 
 class MatrixTiles(NamedTuple):
