@@ -124,6 +124,22 @@ def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, fac
     )
 
 
+def experts_in_blocks(num_experts, top_k, hidden, inner, width, tokens, **options):
+    def weight(first, halves, rows, columns):
+        scale = torch.zeros(*first, halves * -(-rows // 128), -(-columns // 128))
+        return zeros(*first, halves * rows, columns, dtype=FP8), scale
+
+    (w13, scale13), (w2, scale2) = weight((num_experts,), 2, inner, hidden), weight((num_experts,), 1, hidden, inner)
+    x, routing = zeros(tokens, hidden), moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
+    moe_experts.routed_experts(x, *routing, w13, w2, scale13, scale2, **options)
+    if width:
+        dense = moe_decode.DenseBranch(*weight((), 2, width, hidden), *weight((), 1, hidden, width), zeros(1, hidden))
+        norm = moe_decode.Norm(zeros(hidden), 1e-6, 1.0)
+        moe_decode.sparse_block(
+            x, zeros(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, dense=dense, norm=norm, residual=x
+        )
+
+
 def delta():
     shape = gated_delta.DeltaShape(16, 48, 128, 128)
     qkv, ba, conv = zeros(70, 16384)[:, :10240], zeros(70, 96), zeros(10240, 4)
@@ -230,6 +246,13 @@ def with_fp8_weights(units):
     experts(4, 2, 2048, 512, FP8, 2)
     experts(4, 2, 2048, 512, FP8, 9)
     experts(4, 2, 2816, 704, FP8, 300)
+    experts_in_blocks(8, 4, 2048, 512, 512, 1)
+    experts_in_blocks(8, 4, 2048, 512, 512, 4)
+    experts_in_blocks(8, 4, 2816, 704, 0, 2, gate="gelu_tanh")
+    for tokens in (9, 100, 4100):
+        experts_in_blocks(128, 8, 2048, 512, 0, tokens)
+        experts_in_blocks(128, 8, 2816, 704, 0, tokens, gate="gelu_tanh")
+    experts_in_blocks(128, 8, 2048, 512, 0, 4100, fp8_activations=False)
     experts(128, 8, 2816, 704, FP8, 64)  # of a shape that was measured
     attend(128, 4, FP8)
     attend(128, 4, FP8, batch=64)

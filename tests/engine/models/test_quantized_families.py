@@ -178,6 +178,15 @@ def test_a_quantised_model_is_planned_at_its_size(tmp_path):
     plan_engine(EngineConfig(tmp_path), _CARD)
 
 
+def test_experts_in_blocks_of_fp8_are_planned_in_8_bits(tmp_path):
+    published(tmp_path, "qwen3.6-35b-a3b", files.fp8_config())
+    planned = weight_bytes(EngineConfig(tmp_path))[0]
+    online = weight_bytes(EngineConfig(BENCH / "qwen3.6-35b-a3b", quantization="fp8"))[0]
+    assert planned < online  # a scale for 128 x 128 numbers instead of one for each output
+    assert planned > 0.98 * online
+    plan_engine(EngineConfig(tmp_path), _CARD)
+
+
 def test_dequantised_experts_are_planned_in_16_bits(tmp_path):
     bf16 = weight_bytes(EngineConfig(BENCH / "qwen3.6-35b-a3b"))[0]
     published(tmp_path, "qwen3.6-35b-a3b", files.gptq_config(4, 128, dynamic=RULES))
