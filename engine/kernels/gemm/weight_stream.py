@@ -103,8 +103,8 @@ def within_threads(products, PART: tl.constexpr):
 @triton.jit
 def times_rows(
     blocks, w_at, live, scales, scale_at, x_ptr, norm_ptr, M, x_stride, eps, offset,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    CACHE: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Rows [A, B] of a weight times each row of x [M, K]: a tuple of [A, B] float32. `blocks` are the first blocks, and
     `scales` their scales, if GROUP is not 0. A is 1, or 2 for rows that are N apart.

@@ -108,8 +108,8 @@ def _experts_down(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Σ_j weight[j] · (h[j] W_e[j]ᵀ) for BLOCK_N rows from `first` on of the chosen experts' weights, float32. Waits for
-    h."""
+    """Σ_j weight[j] · (h[j] W_e[j]ᵀ) for BLOCK_N rows, from `first` on, of the chosen experts' weights; float32. Waits
+    for h."""
     n = first + tl.arange(0, BLOCK_N)
     j = tl.arange(0, KP)
     k = tl.arange(0, BLOCK_K)

@@ -273,10 +273,11 @@ def routed_experts(
     tiles: Tiles | DecodeTiles | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
-    up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales: scale13 [E, 2 I] and scale2 [E, H],
-    or, in blocks, [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉].
+    up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales: scale13 [E, 2 I] and scale2 [E, H] or, in blocks,
+    [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉].
 
-    `gate`: "silu" or "gelu_tanh". `fp8_activations`: of more than VECTOR_TOKENS tokens, where the GPU can. With `residual` [T, H], the result is added to it in place, and it is returned.
+    `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
+    `fp8_activations`: those of more than VECTOR_TOKENS tokens are rounded for fp8 weights, if the GPU has fp8 units.
     """
     assert experts.is_contiguous()
     assert weights.is_contiguous()

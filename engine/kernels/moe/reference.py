@@ -71,7 +71,8 @@ def _expert_product(
     if units:
         values, x_scale = quantize_rows(x)
         x = values.float() * x_scale[:, None]
-    return x.float() @ (weight[expert].float() * _spread(scale[expert], *weight.shape[1:], halves)).t()
+    _, rows, columns = weight.shape
+    return x.float() @ (weight[expert].float() * _spread(scale[expert], rows, columns, halves)).t()
 
 
 def _spread(scale: torch.Tensor, rows: int, columns: int, halves: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ _BLOCK_ROWS = (16, 32, 64, 128)
 _TUNED = Path(__file__).with_name("tuned.json")
 
 
+Key = tuple[int | str | None, ...]  # a shape and the width of the dense branch
 Form = Literal["rows", "blocks"]  # of scales: one for each output (or none), or for each block of 128 x 128 numbers
 
 
@@ -220,7 +221,7 @@ def write_measured(path: Path, found: Iterable[Measured]) -> None:
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
-def _key(entry: Measured) -> tuple[int | None, ...]:
+def _key(entry: Measured) -> Key:
     return *entry.shape, entry.dense_width, entry.tokens
 
 
@@ -276,7 +277,7 @@ def parse(raw: Any, gpu: Target) -> Measured:
 
 
 @functools.cache
-def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
+def _measured(gpu: Target | None = None) -> dict[Key, list[tuple[int, Any]]]:
     """(shape, dense_width) -> (most tokens, tiles), in order of tokens. Entries of this server's own table; for more
     tokens than it covers, those of the shipped table of the most similar GPU, if they fit this one."""
     table = _by_shape(tuned_tables.entries("moe", gpu, parse))
@@ -287,8 +288,8 @@ def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tu
     return table
 
 
-def _by_shape(entries: Iterable[Measured]) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
-    table: dict[tuple[int | None, ...], list[tuple[int, Any]]] = {}
+def _by_shape(entries: Iterable[Measured]) -> dict[Key, list[tuple[int, Any]]]:
+    table: dict[Key, list[tuple[int, Any]]] = {}
     for entry in sorted(entries, key=lambda entry: entry.tokens):
         table.setdefault((*entry.shape, entry.dense_width), []).append((entry.tokens, entry.tiles))
     return table

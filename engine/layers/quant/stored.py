@@ -161,7 +161,9 @@ class _Parts:
     @property
     def form(self) -> Form | None:
         """That of all matrices, as experts."""
-        forms = {None if p.format is None else p.format.stacks_as(p.count, self.inner) for p in self.parts}
+        forms: set[Form | None] = {
+            None if p.format is None else p.format.stacks_as(p.count, self.inner) for p in self.parts
+        }
         return forms.pop() if len(forms) == 1 else None
 
     def num_bytes(self) -> int:
@@ -245,7 +247,7 @@ class StoredExperts(ExpertMethod):
 
     def __init__(self, parts: Sequence[Part], inner: int, dtype: torch.dtype) -> None:
         self._parts = _Parts(parts, inner, dtype)
-        self.form = self._parts.form  # None, too, if the other product of these experts has another form
+        self.form: Form | None = self._parts.form  # None, too, if the experts' other product has another form
 
     def create(self, layer: Any) -> None:
         layer.weight = empty_parameter(0, dtype=self._parts.dtype)

@@ -127,7 +127,8 @@ def test_dense_branch(tokens, dtype, tol):
 @pytest.mark.parametrize("dense", ["blocks", FP8, torch.float32])
 def test_scales_of_blocks(tokens, dense):
     """Qwen3.6 in block fp8, and layers whose shared expert has another format; by rule and in small tiles."""
-    weights = block(7, 384, 200, 0, "blocks", factor=True) | {"dense": block(1, 384, 8, 256, dense, factor=True)["dense"]}
+    weights = block(7, 384, 200, 0, "blocks", factor=True)
+    weights["dense"] = block(1, 384, 8, 256, dense, factor=True)["dense"]
     residual, norm = torch.randn(tokens, 384), Norm(torch.rand(384) - 0.5, 1e-6, 1.0)
     for tiles in (None, SMALL):
         compare(residual.clone(), 1e-4, **weights, top_k=3, norm=norm, residual=residual.clone(), tiles=tiles)
