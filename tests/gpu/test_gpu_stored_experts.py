@@ -1,4 +1,4 @@
-"""Whole models with experts that the checkpoint has quantised: a GPU keeps them so, and its scores are those of the CPU,
+"""Whole models whose experts are quantised in the checkpoint: a GPU keeps them so, and its scores are those of the CPU,
 which multiplies with the numbers that they stand for."""
 
 import json
@@ -52,7 +52,7 @@ def in_block_fp8(model: Path) -> Path:
     tensors = {}
     for name, tensor in each_expert_alone(load_file(model / "model.safetensors")).items():
         module = name.removesuffix(".weight")
-        quantised = module.endswith("_proj") or "in_proj_qkv" in module or module.endswith("in_proj_z")
+        quantised = module.endswith(("_proj", "in_proj_z")) or "in_proj_qkv" in module
         if quantised and tensor.dim() == 2 and not any(part in name for part in KEPT):
             tensors |= {f"{module}.{kind}": part for kind, part in in_blocks(tensor).items()}
         else:

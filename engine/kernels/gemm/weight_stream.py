@@ -2,8 +2,8 @@
 flight at a time, and each thread keeps its own partial sums until the end.
 
 An fp8 weight with a scale for each GROUP x GROUP numbers: the rows of a program lie in one such block, so they share
-their scales, and x is multiplied by these instead of W. A scale is loaded as one number, together with the columns
-that it belongs to: as a vector, it would be exchanged between threads before each product.
+their scales, which multiply the sums of a thread. A scale is loaded as one number, together with the columns that it
+belongs to: a vector of them would be exchanged between threads before each product.
 
 The vector form of dense layers (small_batch.py) has a separate loop, which loads one block ahead: its tiles were tuned
 with that loop, so merging the two would mean tuning all tiles again.
@@ -82,13 +82,15 @@ def _of_group(scales, at: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
-def of_columns(scales, i: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """The scales of block i, spread over its columns: [HALVES, 1, BLOCK_K]."""
+def of_parts(
+    scales, i: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr
+):
+    """The scales of block i, one for each PART columns: [HALVES, 1, BLOCK_K / PART]."""
     PER_BLOCK: tl.constexpr = max(1, BLOCK_K // GROUP)
-    k = tl.arange(0, BLOCK_K)[None, None, :]
-    wide = tl.zeros([HALVES, 1, BLOCK_K], tl.float32) + _of_group(scales, i * PER_BLOCK, HALVES)
+    part = tl.arange(0, BLOCK_K // PART)[None, None, :]
+    wide = tl.zeros([HALVES, 1, BLOCK_K // PART], tl.float32) + _of_group(scales, i * PER_BLOCK, HALVES)
     for g in tl.static_range(1, PER_BLOCK):
-        wide = tl.where(k >= g * GROUP, _of_group(scales, i * PER_BLOCK + g, HALVES), wide)
+        wide = tl.where(part >= g * (GROUP // PART), _of_group(scales, i * PER_BLOCK + g, HALVES), wide)
     return wide
 
 
@@ -127,7 +129,7 @@ def times_rows(
                 scales = scales + scales_of_block(scale_at, i + DEPTH, A, N, K, BLOCK_K, GROUP)
         w = widened(blocks[i], tl.float32)
         if GROUP > 0:
-            scale = of_columns(scales, i, A, BLOCK_K, GROUP)
+            scale = of_parts(scales, i, A, BLOCK_K, PART, GROUP)
         k = i * BLOCK_K + k_range
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32) + offset
@@ -140,10 +142,10 @@ def times_rows(
             squares = squares + (so_far[m] + x * x,)  # noqa: RUF005
             if norm_ptr is not None:
                 x = x * norm
-            x = x[None, None, :]
+            product = within_threads(w * x[None, None, :], PART)
             if GROUP > 0:
-                x = x * scale
-            added = added + (sums[m] + within_threads(w * x, PART),)  # noqa: RUF005
+                product = product * scale
+            added = added + (sums[m] + product,)  # noqa: RUF005
         sums = added
     results = ()
     for m in tl.static_range(ROWS):

@@ -30,7 +30,7 @@ from engine.kernels.gemm.weight_stream import (
     first_blocks,
     first_scales,
     halves,
-    of_columns,
+    of_parts,
     scales_at,
     scales_of_block,
     times_rows,
@@ -90,6 +90,8 @@ def _gate_up_kernel(
         scale_at = scale_ptr + expert * (2 * ((N + GROUP - 1) // GROUP) * ((K + GROUP - 1) // GROUP))
         scale_at = scales_at(scale_at, tl.program_id(1) * BLOCK_N, K, GROUP)
     scales = first_scales(scale_at, 2, N, K, BLOCK_K, DEPTH, GROUP)
+    if GROUP > 0:
+        tl.debug_barrier()  # else the assembler puts loads off, to save registers that this kernel has
     x_at = x_ptr + pair // TOP_K * x_stride
     y = times_rows(
         blocks, at, live, scales, scale_at, x_at, None, 1, x_stride, 0.0, 0.0, N, K, 1, BLOCK_K, DEPTH, GROUP, ""
@@ -140,10 +142,10 @@ def _experts_down(
                 scales = scales + scales_of_block(scale_at, i + DEPTH, 1, N, K, BLOCK_K, GROUP)
         inside = chosen[:, None] & (k < K - i * BLOCK_K)[None, :]
         h = tl.load(h_at + i * BLOCK_K, mask=inside, other=0.0).to(tl.float32)
-        h = h[None, :, :]
+        product = within_threads(widened(blocks[i], tl.float32) * h[None, :, :], PART)
         if GROUP > 0:
-            h = h * of_columns(scales, i, 1, BLOCK_K, GROUP)
-        sums += within_threads(widened(blocks[i], tl.float32) * h, PART)
+            product = product * of_parts(scales, i, 1, BLOCK_K, PART, GROUP)
+        sums += product
     y = tl.sum(sums, 2)
     if SCALED:
         y = y * scale
