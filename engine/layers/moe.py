@@ -178,7 +178,7 @@ class RoutedExperts(nn.Module):
 
     @property
     def _reads_fp8(self) -> bool:
-        return self.fp8_activations or form_of(self.down_proj.scale) == "rows"
+        return self.fp8_activations or form_of(self.down_proj.weight, self.down_proj.scale) == "rows"
 
     def shape(self, top_k: int, gpu: Target) -> Shape:
         """The shape by which kernels for many tokens choose their tiles."""

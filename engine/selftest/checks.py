@@ -256,6 +256,21 @@ def experts_in_blocks(side: Side, *, tokens: int) -> list[Result]:
     return [fp8_products(residual) if tokens > VECTOR_TOKENS else numbers(residual, 4)]
 
 
+def experts_in_int4(side: Side, *, tokens: int, group: int) -> list[Result]:
+    """The same of packed weights: integers for few tokens, 16-bit or fp8 activations for more."""
+    num_experts, hidden, inner = 4, 512, 256
+    dtype = side.dtype if side.dtype.itemsize == 2 else torch.float16  # few tokens are read in 16 bits only
+    x, residual = side.strided(tokens, hidden).to(dtype), side.randn(tokens, hidden).to(dtype)
+    weights, chosen = moe_reference.choose_experts(side.randn(tokens, num_experts), 2)
+    stacks, scales = [], []
+    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+        stacks.append(side.randint(256, num_experts, rows, columns // 2).to(torch.uint8))
+        scales.append((0.01 + side.randn(num_experts, rows, columns // group).abs() * 0.001).to(dtype))
+    with side.clock():
+        side.moe.routed_experts(x, weights, chosen, *stacks, *scales, residual=residual)
+    return [fp8_products(residual) if tokens > VECTOR_TOKENS and group >= 128 else numbers(residual, 6)]
+
+
 # Norm, gate, RoPE, quantisation.
 
 
@@ -428,6 +443,9 @@ CHECKS: list[Check] = [
     Check("experts, 150 tokens fp8", partial(experts, tokens=150, num_experts=3, is_fp8=True), True),
     Check("experts, 2 tokens fp8 blocks", partial(experts_in_blocks, tokens=2), True),
     Check("experts, 30 tokens fp8 blocks", partial(experts_in_blocks, tokens=30), True),
+    Check("experts, 2 tokens int4", partial(experts_in_int4, tokens=2, group=32)),
+    Check("experts, 20 tokens int4", partial(experts_in_int4, tokens=20, group=32)),
+    Check("experts, 20 tokens int4, fp8 rows", partial(experts_in_int4, tokens=20, group=128), True),
     Check("norm", partial(norm, size=1024, residual=False, quantize=False)),
     Check("norm residual", partial(norm, size=960, residual=True, quantize=False)),
     Check("norm residual to fp8", partial(norm, size=1024, residual=True, quantize=True), True),

@@ -112,6 +112,28 @@ def test_kernels_equal_their_references(shape: str, form: str) -> None:
         assert error.max() < (1e-2 if form == "bf16" else 4e-2), f"{tokens} tokens: {error.max():.2e}"
 
 
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int4_equals_its_reference(shape: str, group: int) -> None:
+    num_experts, _, hidden, inner, gate = SHAPES[shape]
+    if inner % group:
+        pytest.skip("no groups of 128 fit this shape")
+    layer: list[torch.Tensor] = []
+    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+        bytes_of_row = num_experts, rows, columns // 2
+        layer.append(torch.randint(0, 256, bytes_of_row, device=DEVICE, dtype=torch.uint8))
+    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+        scale = torch.rand(num_experts, rows, columns // group, device=DEVICE) + 0.5
+        layer.append((scale * (columns**-0.5 / 4)).bfloat16())
+    for tokens in TOKENS:
+        x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+        logits = torch.randn(tokens, num_experts, device=DEVICE).bfloat16()
+        experts, weights, ours = routed(shape, x, logits, tuple(layer))
+        reference = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        error = (ours.float() - reference).norm(dim=1) / reference.norm(dim=1)
+        assert error.max() < (4e-2 if group == 128 else 1e-2), f"{tokens} tokens: {error.max():.2e}"
+
+
 @pytest.mark.parametrize("skew", ["even", "one expert", "few experts"])
 def test_any_routing(skew: str) -> None:
     """Experts with all tokens, with none, and with a block and one more."""

@@ -19,15 +19,18 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.gemm.int4_gemv import aligned
 from engine.kernels.moe import decode as moe_decode
-from engine.kernels.moe.group_scaled import grouped_product
+from engine.kernels.moe import group_scaled, int4
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
     DecodeTiles,
     MatrixTiles,
     Tiles,
     chunk_size,
+    form_of,
     max_blocks,
+    reads_fp8,
     shape_of,
     tiles_for,
 )
@@ -284,6 +287,8 @@ def routed_experts(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
     assert out.is_contiguous()
     if x.shape[0] <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
+        if scale13 is not None and scale2 is not None and form_of(w2, scale2) == "int4":
+            return _few_in_int4(x, weights, experts, (w13, w2), (scale13, scale2), gate, out, residual is not None)
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
     gpu = target_of(x.device)
     to_fp8 = fp8_activations and gpu.fp8_units
@@ -293,6 +298,34 @@ def routed_experts(
     assert isinstance(tiles, Tiles)
     _grouped(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual is not None, to_fp8, tiles)
     return out
+
+
+def _few_in_int4(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    stacks: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    gate: str,
+    out: torch.Tensor,
+    add: bool,
+) -> torch.Tensor:
+    (w13, w2), (scale13, scale2), top_k = stacks, scales, experts.shape[1]
+    _, hidden, half = w2.shape
+    h = torch.empty(experts.numel(), 2 * half, dtype=x.dtype, device=x.device)
+    y = torch.empty(experts.numel(), hidden, dtype=x.dtype, device=x.device)
+    int4.pairs_product(aligned(x), w13, scale13, experts, h, top_k, gate=gate)
+    int4.pairs_product(h, w2, scale2, experts, y, 1, gate=None)
+    _sum(y, weights, out, add)
+    return out
+
+
+def _sum(y: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    (tokens, top_k), hidden = weights.shape, y.shape[1]
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_kernel(
+        (tokens, triton.cdiv(hidden, block)), y, weights, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
+    )  # fmt: skip
 
 
 def _grouped(
@@ -309,18 +342,15 @@ def _grouped(
     to_fp8: bool,
     tiles: Tiles,
 ) -> None:
-    (tokens, top_k), (num_experts, hidden, inner) = experts.shape, w2.shape
-    pairs = tokens * top_k
+    (tokens, top_k), (num_experts, hidden, _) = experts.shape, w2.shape
+    pairs, inner = tokens * top_k, w13.shape[1] // 2
     order, blocks = group(experts, num_experts, tiles.rows)
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     first, second = tiles.gate_up, tiles.down
     _product(x, w13, scale13, order, blocks, h, top_k, tiles.rows, first, gate=gate, to_fp8=to_fp8)
     _product(h, w2, scale2, order, blocks, y, 1, tiles.rows, second, gate=None, to_fp8=to_fp8)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _sum_kernel(
-        (tokens, triton.cdiv(hidden, block)), y, weights, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
-    )
+    _sum(y, weights, out, add)
 
 
 def _product(
@@ -338,11 +368,14 @@ def _product(
     to_fp8: bool,
 ) -> None:
     """out [pairs, N] = each pair's row of x (number pair // share) times its expert's weight, with the gate applied."""
-    x_scale = None
+    x_scale, form = None, form_of(weight, scale)
+    if scale is not None and form == "int4":
+        to_fp8 = to_fp8 and reads_fp8(2 * weight.shape[2] // scale.shape[2])
     if scale is not None and to_fp8:
         x, x_scale = quantize_rows(x)
-    if scale is not None and scale.dim() == 3:
-        grouped_product(x, x_scale, weight, scale, order, blocks, out, share, rows, tiles, gate=gate)
+    if scale is not None and form != "rows":
+        product = int4.grouped_product if form == "int4" else group_scaled.grouped_product
+        product(x, x_scale, weight, scale, order, blocks, out, share, rows, tiles, gate=gate)
         return
     outputs, inner = out.shape[1], weight.shape[2]
     _grouped_kernel(

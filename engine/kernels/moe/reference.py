@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.moe.tiles import SCALE_BLOCK, VECTOR_TOKENS, max_blocks
+from engine.kernels.gemm.packed_weight import Packed, dequantize
+from engine.kernels.moe.tiles import SCALE_BLOCK, VECTOR_TOKENS, form_of, max_blocks, reads_fp8
 from engine.kernels.pointwise.reference import quantize_rows
 
 
@@ -68,6 +69,13 @@ def _expert_product(
 ) -> torch.Tensor:
     if scale is None:
         return x.float() @ weight[expert].float().t()
+    if form_of(weight, scale) == "int4":
+        group = 2 * weight.shape[2] // scale.shape[2]
+        wide = dequantize(Packed("int4", group, weight[expert], scale[expert]), torch.float32)
+        if units and reads_fp8(group):
+            values, x_scale = quantize_rows(x)
+            x = values.float() * x_scale[:, None]
+        return x.float() @ wide.t()
     if units:
         values, x_scale = quantize_rows(x)
         x = values.float() * x_scale[:, None]

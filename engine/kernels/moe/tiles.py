@@ -26,7 +26,9 @@ _TUNED = Path(__file__).with_name("tuned.json")
 
 
 Key = tuple[int | str | None, ...]  # a shape and the width of the dense branch
-Form = Literal["rows", "blocks"]  # of scales: one for each output (or none), or for each block of 128 x 128 numbers
+# Scales of a stack of weights: one for each output (or none) | for each block of 128 x 128 numbers | of int4, for each
+# output and group of columns.
+Form = Literal["rows", "blocks", "int4"]
 
 
 class Shape(NamedTuple):
@@ -46,16 +48,31 @@ class Shape(NamedTuple):
         return 2 if self.widened else self.itemsize
 
 
-def form_of(scale: "torch.Tensor | None") -> Form:
-    """The form of a stack of experts with these scales."""
-    return "blocks" if scale is not None and scale.dim() == 3 else "rows"
+def form_of(weight: "torch.Tensor", scale: "torch.Tensor | None") -> Form:
+    """The form of a stack of experts with these weights and scales."""
+    if scale is None or scale.dim() == 2:
+        return "rows"
+    return "blocks" if weight.is_floating_point() else "int4"
+
+
+def groups_fit(group: int, inner: int) -> bool:
+    """Whether the kernels read int4 rows of `inner` numbers in such groups."""
+    return inner % 64 == 0 and (group in (32, 64) or group % SCALE_BLOCK == 0 or group == inner)
+
+
+def reads_fp8(group: int) -> bool:
+    """Whether int4 in such groups meets fp8 activations: a product for each smaller group would take longer."""
+    return group >= SCALE_BLOCK
 
 
 def shape_of(w2: "torch.Tensor", scale2: "torch.Tensor | None", top_k: int, *, widened: bool = False) -> Shape:
     """The shape of experts with these weights [E, H, I] of their last product, and their scales."""
-    num_experts, hidden, inner = w2.shape
+    (num_experts, hidden, inner), form = w2.shape, form_of(w2, scale2)
+    if scale2 is not None and form == "int4":
+        inner *= 2
+        widened = widened or not reads_fp8(inner // scale2.shape[2])
     size = w2.element_size()
-    return Shape(num_experts, top_k, hidden, inner, size, widened and size == 1, form_of(scale2))
+    return Shape(num_experts, top_k, hidden, inner, size, widened and size == 1, form)
 
 
 class MatrixTiles(NamedTuple):
@@ -102,6 +119,9 @@ def tiles_for(shape: Shape, tokens: int, shared: int, gpu: Target | None = None)
         if tokens <= most and shared_bytes(tiles, shape) <= shared:
             return tiles
     rows = block_rows(shape, tokens)
+    if shape.form != "rows":  # as many as were measured for the other form
+        found = _measured(gpu).get((*shape._replace(form="rows"), None), ())
+        rows = next((tiles.rows for most, tiles in found if tokens <= most), rows)
     return Tiles(rows, matrix(shape, rows, shared, gate=True), matrix(shape, rows, shared, gate=False))
 
 
@@ -166,10 +186,11 @@ def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     by arithmetic: large tiles."""
     inner, outputs = (shape.hidden, shape.inner) if gate else (shape.inner, shape.hidden)
     weights = 2 if gate else 1
-    if shape.form == "blocks":  # each step has a product of its own, in as many registers as the sums
+    if shape.form != "rows":  # each step has a product of its own, in as many registers as the sums
         block_n, warps = 128 if rows == 128 and not gate else 64, 8 if rows == 128 else 4
         block_k = SCALE_BLOCK if inner % SCALE_BLOCK == 0 else SCALE_BLOCK // 2
-        stage = (weights * block_n * shape.itemsize + rows * shape.x_itemsize) * block_k
+        of_weight = weights * block_n * block_k // (2 if shape.form == "int4" else 1)
+        stage = of_weight + rows * shape.x_itemsize * block_k
         room = shared - 1024 if rows == 128 else shared // 2 - 1024
         return MatrixTiles(block_n, block_k, warps, max(2, min(6, room // stage)))
     large = rows == 128 and outputs % 128 == 0 and shared > 128 << 10
@@ -256,7 +277,7 @@ def parse(raw: Any, gpu: Target) -> Measured:
             number(each.block_k, "block_k", 16, 1024, power_of_two=True)
             number(each.warps, "warps", 1, 16, power_of_two=True)
             number(each.stages, "stages", 1, 8)
-            if shape.form == "blocks" and (each.block_n > SCALE_BLOCK or each.block_k > SCALE_BLOCK):
+            if shape.form != "rows" and (each.block_n > SCALE_BLOCK or each.block_k > SCALE_BLOCK):
                 raise TableError("has tiles larger than the blocks that share a scale")
         if shared_bytes(tiles, shape) > gpu.shared_memory:
             raise TableError(

@@ -74,7 +74,7 @@ class Float8(StoredFormat):
     def is_fp8_per_row(self, out: int, inner: int) -> bool:
         return self.strategy != "block" and self.inputs == "fp8" and out % _MULTIPLE == 0 and inner % _MULTIPLE == 0
 
-    def stacks_as(self, out: int, inner: int) -> Form | None:
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
         if self.block == (SCALE_BLOCK, SCALE_BLOCK) and out % _MULTIPLE == 0 and inner % _MULTIPLE == 0:
             return "blocks"
         return "rows" if self.is_fp8_per_row(out, inner) else None

@@ -3,6 +3,7 @@
     form     weight                    scale
     rows     e4m3 [E, out, in]         [E, out]
     blocks   e4m3 [E, out, in]         [E, blocks of the matrices of an expert, one after another, ⌈in / 128⌉]
+    int4     uint8 [E, out, in / 2]    [E, out, groups], as the checkpoint has them
 
 Experts of any other format are dequantised while they load; the memory plan counts them so.
 """
@@ -23,15 +24,9 @@ def stack(layer: ExpertLayer, matrices: Sequence[Packed], form: Form) -> None:
     with for_good():
         values = torch.cat([matrix.values.view(torch.uint8) for matrix in matrices]).view(matrices[0].values.dtype)
         step = SCALE_BLOCK if form == "blocks" else 1
-        scale = torch.cat([matrix.scale[::step].float() for matrix in matrices])
+        scale = torch.cat([matrix.scale[::step] for matrix in matrices])
+        scale = scale if form == "int4" else scale.float()
     weight = values.view(layer.num_experts, layer.out_features, -1)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     scale = scale.view(layer.num_experts, -1, scale.shape[1])
-    layer.scale = nn.Parameter(scale if form == "blocks" else scale.squeeze(2), requires_grad=False)
-
-
-def stack_bytes(form: Form, count: int, inner: int) -> int:
-    """GPU bytes of a matrix [count, inner] in the stack."""
-    if form == "rows":
-        return count * inner + 4 * count
-    return count * inner + 4 * -(-count // SCALE_BLOCK) * -(-inner // SCALE_BLOCK)
+    layer.scale = nn.Parameter(scale.squeeze(2) if form == "rows" else scale, requires_grad=False)

@@ -19,10 +19,10 @@ from torch import nn
 
 from engine.errors import ModelError
 from engine.kernels.gemm.packed_weight import Packed, dequantize, joined
-from engine.kernels.moe.tiles import Form
+from engine.kernels.moe.tiles import SCALE_BLOCK, Form
 from engine.layers.quant import fp8
 from engine.layers.quant.base import ExpertLayer, ExpertMethod, LinearLayer, LinearMethod, Tensors
-from engine.layers.quant.packed_experts import stack, stack_bytes
+from engine.layers.quant.packed_experts import stack
 from engine.layers.quant.packed_gpu import use_packed
 from engine.layers.quant.rounded_inputs import Inputs, round_rows, rounding_inputs
 from engine.layers.quant.unquantized import UNQUANTIZED
@@ -90,7 +90,7 @@ class StoredFormat(ABC):
         """Whether such a matrix is e4m3 with one scale for each output, as `--quantization fp8` makes it."""
         return False
 
-    def stacks_as(self, out: int, inner: int) -> Form | None:
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
         """The form in which experts of this format stay quantised on a GPU (packed_experts.py)."""
         return "rows" if self.is_fp8_per_row(out, inner) else None
 
@@ -162,7 +162,7 @@ class _Parts:
     def form(self) -> Form | None:
         """That of all matrices, as experts."""
         forms: set[Form | None] = {
-            None if p.format is None else p.format.stacks_as(p.count, self.inner) for p in self.parts
+            None if p.format is None else p.format.stacks_as(p.count, self.inner, p.found) for p in self.parts
         }
         return forms.pop() if len(forms) == 1 else None
 
@@ -243,7 +243,6 @@ class StoredExperts(ExpertMethod):
     """
 
     converts = True
-    fused = True
 
     def __init__(self, parts: Sequence[Part], inner: int, dtype: torch.dtype) -> None:
         self._parts = _Parts(parts, inner, dtype)
@@ -267,7 +266,11 @@ class StoredExperts(ExpertMethod):
         shape = layer.num_experts, layer.out_features, layer.in_features
         matrices = self._parts.take(layer)
         if on_gpu and self.form is not None:
-            stack(layer, [m for m in matrices if isinstance(m, Packed)], self.form)
+            packed = [m for m in matrices if isinstance(m, Packed)]
+            for part, matrix in zip(self._parts.parts, packed, strict=True):
+                if matrix.columns is not None:
+                    raise bad_values(part.name, "g_idx", msg("it reorders columns, and config.json says nothing of it"))
+            stack(layer, packed, self.form)
             return
         with for_good():
             weight = torch.empty(shape, dtype=self._parts.dtype, device=layer.weight.device)
@@ -283,8 +286,16 @@ class StoredExperts(ExpertMethod):
 
     def num_bytes(self, layer: ExpertLayer) -> int:
         if self.form is not None:
-            return sum(stack_bytes(self.form, part.count, layer.in_features) for part in self._parts.parts)
+            if self.form == "blocks":  # the packed form has a scale for each row of a block
+                blocks = sum(-(-part.count // SCALE_BLOCK) for part in self._parts.parts)
+                weights = layer.num_experts * layer.out_features * layer.in_features
+                return weights + 4 * blocks * -(-layer.in_features // SCALE_BLOCK)
+            return self._parts.num_bytes()
         return layer.num_experts * layer.out_features * layer.in_features * self._parts.dtype.itemsize
+
+    @property
+    def fused(self) -> bool:  # type: ignore[override]
+        return self.form != "int4"
 
     @property
     def stays_fp8(self) -> bool:

@@ -140,6 +140,15 @@ def experts_in_blocks(num_experts, top_k, hidden, inner, width, tokens, **option
         )
 
 
+def experts_in_int4(num_experts, top_k, hidden, inner, group, tokens, **options):
+    def weight(rows, columns):
+        return zeros(num_experts, rows, columns // 2, dtype=torch.uint8), zeros(num_experts, rows, columns // group)
+
+    (w13, scale13), (w2, scale2) = weight(2 * inner, hidden), weight(hidden, inner)
+    routing = moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
+    moe_experts.routed_experts(zeros(tokens, hidden), *routing, w13, w2, scale13, scale2, **options)
+
+
 def delta():
     shape = gated_delta.DeltaShape(16, 48, 128, 128)
     qkv, ba, conv = zeros(70, 16384)[:, :10240], zeros(70, 96), zeros(10240, 4)
@@ -190,6 +199,9 @@ def run_all(gpu):
     experts(4, 2, 2048, 768, BF16, 4100)
     sparse_block(8, 2, 2048, 512, 512, BF16, 1, factor=True)
     sparse_block(8, 2, 2048, 768, 0, BF16, 2, factor=False)
+    for tokens in (2, 9, 300, 4100):
+        experts_in_int4(128, 8, 2816, 704, 32, tokens, gate="gelu_tanh")
+        experts_in_int4(128, 8, 2048, 512, 128, tokens)
     for kind, group, scales in (
         ("int4", 32, BF16), ("int4", 128, torch.float16), ("int4", 4096, BF16), ("int8", 64, BF16), ("fp8", 128, BF16),
         ("fp8", 128, torch.float32), ("fp4", 16, torch.float32), ("fp4", 32, BF16),

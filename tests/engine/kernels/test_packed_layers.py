@@ -71,7 +71,7 @@ def test_outputs_in_another_order(kinds):
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
-NUM_EXPERTS, HIDDEN, WIDTH = 4, 288, 160
+NUM_EXPERTS, HIDDEN, WIDTH = 4, 320, 192
 BLOCKS = Float8("block", (128, 128), "weight_scale_inv"), files.float8("block", "weight_scale_inv")
 
 
@@ -96,12 +96,14 @@ def filled(linear, form, writer, matrices):
     return torch.cat(numbers).view(linear.num_experts, linear.out_features, inner)
 
 
-@pytest.mark.parametrize("kind", [BLOCKS])
+@pytest.mark.parametrize("kind", [
+    BLOCKS, (PackQuantized(4, 32, True), files.pack_quantized(4, 32)), (Gptq(4, 64, True, 1), files.gptq(4, 64)),
+], ids=["blocks", "int4", "gptq"])  # fmt: skip
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_experts_stay_packed(kind, tokens):
     torch.manual_seed(0)
     experts = RoutedExperts(HIDDEN, WIDTH, NUM_EXPERTS)
     plain = filled(experts.gate_up_proj, *kind, 2), filled(experts.down_proj, *kind, 1)
-    x, routing = torch.randn(tokens, HIDDEN), moe_reference.choose_experts(torch.randn(tokens, NUM_EXPERTS), 2)
+    x, routing = torch.randn(tokens, HIDDEN).half(), moe_reference.choose_experts(torch.randn(tokens, NUM_EXPERTS), 2)
     ours = moe_experts.routed_experts(x, *routing, *experts.stacks, fp8_activations=False)
-    torch.testing.assert_close(ours, moe_reference.routed_experts(x, *routing, *plain), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, moe_reference.routed_experts(x, *routing, *plain), rtol=1e-2, atol=5e-3)

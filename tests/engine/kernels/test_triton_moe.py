@@ -174,6 +174,27 @@ def test_scales_of_blocks_in_full_tiles():
     compare(150, 2, 2, 256, 256, "blocks", 2e-2, gate="gelu_tanh")
 
 
+def in_int4(num_experts, rows, columns, group):
+    values = torch.randint(0, 256, (num_experts, rows, columns // 2), dtype=torch.uint8)
+    return values, ((0.5 + torch.rand(num_experts, rows, columns // group)) / columns**0.5 / 4).half()
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("group, hidden, inner", [(32, 384, 192), (128, 256, 128), (128, 384, 256), (0, 128, 192)])
+@pytest.mark.parametrize("tokens", [1, 3, 9, 70])
+def test_int4(tokens, group, hidden, inner, fp8):
+    """Groups of some numbers, or one for each output; steps of 128 columns and of 64, and outputs that fill no tile."""
+    x = (torch.randn(tokens, hidden + 16) / 2).half()[:, :hidden]
+    weights, experts = moe_reference.choose_experts(torch.randn(tokens, 4), 2)
+    w13, scale13 = in_int4(4, 2 * inner, hidden, group or hidden)
+    w2, scale2 = in_int4(4, hidden, inner, group or inner)
+    arguments = x, weights, experts, w13, w2, scale13, scale2
+    ours = moe_experts.routed_experts(*arguments, fp8_activations=fp8)
+    reference = moe_reference.routed_experts(*arguments, fp8_activations=fp8)
+    assert reference.abs().mean() > 0.05
+    close(ours, reference, 2e-2 if fp8 and tokens > 4 else 8e-3)
+
+
 @pytest.mark.parametrize("hidden, inner", [(256, 128), (352, 200)])
 def test_scales_of_blocks_and_activations_as_they_are(hidden, inner):
     compare(9, 5, 2, hidden, inner, "blocks", 1e-4, fp8_activations=False)
