@@ -8,7 +8,7 @@ from torch import nn
 
 from engine.kernels.gemm import autotune
 from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
-from engine.layers.quant.base import Gemm, LinearMethod, Tensors, plain_gemv
+from engine.layers.quant.base import Gemm, LinearMethod, Tensors, plain_weight
 from engine.layers.quant.unquantized import PLAIN, UNQUANTIZED
 from engine.layers.weight_memory import empty_parameter
 
@@ -108,11 +108,17 @@ class Linear(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether kernels can read `weight`: an element each, in fp8 with a scale for each output in `scale`."""
-        return self.gemm.gemv is plain_gemv
+        return self.gemm.streamed is plain_weight
 
     def read_by_experts(self, rows: int) -> bool:
         """Whether the experts' kernel for this many rows (kernels/moe/decode.py) can read this weight, too."""
-        return self.is_plain and rows <= self.vector_rows
+        return self.gemm.streamed is not None and rows <= self.vector_rows
+
+    @property
+    def streamed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight and its scale, as that kernel reads them."""
+        assert self.gemm.streamed is not None
+        return self.gemm.streamed(self)
 
     @property
     def by_library(self) -> autotune.Weight | None:

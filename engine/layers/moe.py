@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.moe.tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
+from engine.kernels.moe.tiles import VECTOR_TOKENS, Form, Shape, all_kinds, form_of, shape_of, tiles_for
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.kernels.runtime.gpu_target import Target
 from engine.layers.activation import Gate
@@ -122,10 +122,12 @@ class ExpertLinear(nn.Module):
 class RoutedExperts(nn.Module):
     """The gated MLPs [H -> I -> H] of E experts, applied to each token according to a routing, and summed.
 
-    `batch_invariant` (GPU): tiles of one size for any number of tokens.
+    Set before loading, of a GPU: `batch_invariant`: tiles of one size for any number of tokens. `fp8_activations`: many
+    tokens may be rounded to fp8 for weights that the checkpoint has in blocks or groups.
     """
 
     batch_invariant = False
+    fp8_activations = True
 
     def __init__(self, hidden_size: int, inner: int, num_experts: int, *, gate: Gate = "silu") -> None:
         super().__init__()
@@ -151,7 +153,8 @@ class RoutedExperts(nn.Module):
 
     def wants_fp8(self, rows: int) -> bool:
         """As Linear.wants_fp8."""
-        if rows <= VECTOR_TOKENS or not self.fused or self.gate_up_proj.scale is None:
+        scaled = self.gate_up_proj.scale is not None and self.form != "int4"
+        if rows <= VECTOR_TOKENS or not self.fused or not scaled or not self._reads_fp8:
             return False
         weight = self.gate_up_proj.weight
         if not weight.is_cuda:
@@ -163,7 +166,7 @@ class RoutedExperts(nn.Module):
     def runs_block(self, rows: int, router: Router, dense: "DenseBranch | None") -> bool:
         """Whether so many rows run the whole block, with the router and the dense branch, as the kernels of
         kernels/moe/few_tokens.py."""
-        if not router.weight.is_cuda or not self.fused or self.batch_invariant:
+        if not router.weight.is_cuda or not self.fused or self.form != "rows" or self.batch_invariant:
             return False
         from engine.kernels.moe.few_tokens import joins
         from engine.kernels.moe.routing import supports
@@ -191,16 +194,29 @@ class RoutedExperts(nn.Module):
         self, x: torch.Tensor | QuantizedRows, routing: Routing, residual: torch.Tensor | None
     ) -> torch.Tensor:
         from engine.kernels.moe.experts import routed_experts
-        from engine.kernels.runtime.launcher import shared_memory
+        from engine.kernels.runtime.launcher import target_of
 
         values, tiles = x if isinstance(x, torch.Tensor) else x.values, None
         if self.batch_invariant:
-            hidden, top_k = values.shape[1], routing.experts.shape[1]
-            shape = Shape(self.num_experts, top_k, hidden, self.inner, self.down_proj.weight.itemsize)
-            tiles = tiles_for(shape, _INVARIANT_TOKENS, shared_memory(values.device))
+            gpu = target_of(values.device)
+            tiles = tiles_for(self.shape(routing.experts.shape[1], gpu), _INVARIANT_TOKENS, gpu.shared_memory)
         return routed_experts(
-            kernel_rows(x), *routing, *self.stacks, gate=self.gate, residual=residual, tiles=tiles, dtype=x.dtype
-        )
+            kernel_rows(x), *routing, *self.stacks, gate=self.gate, residual=residual,
+            fp8_activations=self._reads_fp8, tiles=tiles, dtype=x.dtype,
+        )  # fmt: skip
+
+    @property
+    def form(self) -> Form:
+        return form_of(self.down_proj.weight, self.down_proj.scale)
+
+    @property
+    def _reads_fp8(self) -> bool:
+        return self.fp8_activations or self.form == "rows"
+
+    def shape(self, top_k: int, gpu: Target) -> Shape:
+        """The shape by which kernels for many tokens choose their tiles."""
+        widened = not (gpu.fp8_units and self._reads_fp8)
+        return shape_of(self.down_proj.weight, self.down_proj.scale, top_k, widened=widened)
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """One expert after the other, each with all of its tokens; experts without tokens are not read."""
@@ -270,6 +286,8 @@ class SparseMLP(nn.Module):
         if self.fits_block(plain.shape[0]):
             self._block(x, plain, residual)
             return None
+        if not self.experts.wants_fp8(plain.shape[0]):
+            x = plain
         return self.experts.onto(residual, x, self.gate.choose(plain))
 
     def _dense_branch(self) -> "DenseBranch | None":
@@ -309,10 +327,5 @@ def kinds_of_steps(model: nn.Module, most: int, gpu: Target) -> set[int]:
     """Token counts up to `most` that together use every expert kernel of that range, for the warm-up."""
     modules = list(model.modules())
     top_k = {module.top_k for module in modules if isinstance(module, Router)}
-    stacks = {(*m.down_proj.weight.shape, m.down_proj.weight.itemsize) for m in modules if isinstance(m, RoutedExperts)}
-    shapes = [
-        Shape(e, k, hidden, inner, itemsize, itemsize == 1 and not gpu.fp8_units)
-        for e, hidden, inner, itemsize in stacks
-        for k in top_k
-    ]
+    shapes = {m.shape(k, gpu) for m in modules if isinstance(m, RoutedExperts) for k in top_k}
     return {tokens for shape in shapes for tokens in all_kinds(shape, most, gpu.shared_memory, gpu)}

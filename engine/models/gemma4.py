@@ -142,9 +142,10 @@ class ParallelExperts(nn.Module):
         from engine.kernels.moe import decode, few_tokens
 
         first, second, router, rows = mlp.gate_up_proj, mlp.down_proj, self.router.proj, for_router.shape[0]
-        if not (self.experts.fused and first.is_plain and second.is_plain):
+        few = all(linear.read_by_experts(rows) for linear in (first, second, router))
+        if not self.experts.fused or not (few or (first.is_plain and second.is_plain)):
             return None
-        dense = decode.DenseBranch(first.weight, first.scale, second.weight, second.scale)
+        dense = decode.DenseBranch(*first.streamed, *second.streamed)
         options: dict[str, Any] = {
             "top_k": router.top_k, "gate": self.experts.gate, "expert_scale": self.router.per_expert_scale,
             "for_router": for_router, "dense": dense,
@@ -153,7 +154,7 @@ class ParallelExperts(nn.Module):
             ours, of_mlp = few_tokens.sparse_block(
                 kernel_rows(x), router.weight, *self.experts.stacks, for_dense=kernel_rows(normed), **options
             )
-        elif all(linear.read_by_experts(rows) for linear in (first, second, router)):
+        elif few:
             assert isinstance(x, torch.Tensor)
             assert isinstance(normed, torch.Tensor)
             ours, of_mlp = decode.sparse_block(

@@ -115,7 +115,7 @@ class SharedExpertMLP(SparseMLP):
         from engine.kernels.moe.decode import DenseBranch
 
         first, second = self.shared_expert.gate_up_proj, self.shared_expert.down_proj
-        return DenseBranch(first.weight, first.scale, second.weight, second.scale, self.shared_expert_gate.weight)
+        return DenseBranch(*first.streamed, *second.streamed, self.shared_expert_gate.weight)
 
     def fits_block(self, rows: int) -> bool:
         shared = self.shared_expert

@@ -244,6 +244,34 @@ def experts(side: Side, *, tokens: int, num_experts: int, is_fp8: bool = False, 
     return [fp8_products(residual) if units else numbers(residual, 4)]
 
 
+def experts_in_blocks(side: Side, *, tokens: int) -> list[Result]:
+    """The same of weights with a scale for each 128 x 128 numbers, on sides that do not fill their blocks."""
+    num_experts, hidden, inner = 4, 576, 192
+    x, residual = side.strided(tokens, hidden), side.randn(tokens, hidden)
+    weights, chosen = moe_reference.choose_experts(side.randn(tokens, num_experts), 2)
+    stacks = [pointwise_reference.quantize_rows(side.randn(num_experts * rows, columns))[0].view(num_experts, rows, -1)
+              for rows, columns in ((2 * inner, hidden), (hidden, inner))]  # fmt: skip
+    scales = [0.0006 + side.randn(num_experts, *blocks).float().abs() * 0.0001 for blocks in ((4, 5), (5, 2))]
+    with side.clock():
+        side.moe.routed_experts(x, weights, chosen, *stacks, *scales, residual=residual)
+    return [fp8_products(residual) if tokens > VECTOR_TOKENS else numbers(residual, 4)]
+
+
+def experts_in_int4(side: Side, *, tokens: int, group: int) -> list[Result]:
+    """The same of packed weights: integers for few tokens, 16-bit or fp8 activations for more."""
+    num_experts, hidden, inner = 4, 512, 256
+    dtype = side.dtype if side.dtype.itemsize == 2 else torch.float16  # few tokens are read in 16 bits only
+    x, residual = side.strided(tokens, hidden).to(dtype), side.randn(tokens, hidden).to(dtype)
+    weights, chosen = moe_reference.choose_experts(side.randn(tokens, num_experts), 2)
+    stacks, scales = [], []
+    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+        stacks.append(side.randint(256, num_experts, rows, columns // 2).to(torch.uint8))
+        scales.append((0.01 + side.randn(num_experts, rows, columns // group).abs() * 0.001).to(dtype))
+    with side.clock():
+        side.moe.routed_experts(x, weights, chosen, *stacks, *scales, residual=residual)
+    return [fp8_products(residual) if tokens > VECTOR_TOKENS and group >= 128 else numbers(residual, 6)]
+
+
 # Norm, gate, RoPE, quantisation.
 
 
@@ -414,6 +442,11 @@ CHECKS: list[Check] = [
     Check("experts, 3 tokens fp8", partial(experts, tokens=3, num_experts=8, is_fp8=True), True),
     Check("experts, 20 tokens fp8", partial(experts, tokens=20, num_experts=8, is_fp8=True), True),
     Check("experts, 150 tokens fp8", partial(experts, tokens=150, num_experts=3, is_fp8=True), True),
+    Check("experts, 2 tokens fp8 blocks", partial(experts_in_blocks, tokens=2), True),
+    Check("experts, 30 tokens fp8 blocks", partial(experts_in_blocks, tokens=30), True),
+    Check("experts, 2 tokens int4", partial(experts_in_int4, tokens=2, group=32)),
+    Check("experts, 20 tokens int4", partial(experts_in_int4, tokens=20, group=32)),
+    Check("experts, 20 tokens int4, fp8 rows", partial(experts_in_int4, tokens=20, group=128), True),
     Check("norm", partial(norm, size=1024, residual=False, quantize=False)),
     Check("norm residual", partial(norm, size=960, residual=True, quantize=False)),
     Check("norm residual to fp8", partial(norm, size=1024, residual=True, quantize=True), True),

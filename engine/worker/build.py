@@ -34,6 +34,7 @@ from engine.kernels.gemm import cpu_format
 from engine.kernels.gemm.scaled import has_fp8_units
 from engine.kernels.runtime import compile_pool, origins, prebuilt, warm_cache_hint
 from engine.layers.linear import Linear
+from engine.layers.moe import RoutedExperts
 from engine.layers.quant.packed_gpu import keep_int4_copies
 from engine.message import msg
 from engine.models.base import CausalLM
@@ -194,7 +195,7 @@ def empty_model(config: EngineConfig, model_config: ModelConfig, device: torch.d
     if config.quantization is not None:
         quantize(model, config.quantization, None if stored is None else stored.method, device)
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | RoutedExperts):
             module.fp8_activations = config.quantized_activations == "auto" and not config.batch_invariant
     if config.batch_invariant:
         fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8") or stays_fp8(model)

@@ -32,6 +32,7 @@ BESIDE = {"qwen3.6-35b-a3b": (512, True), "gemma4-26b-a4b": (2112, False), "qwen
 LONG = "qwen3-30b-a3b"  # the shape that routings and chains are tried with
 TOKENS = (1, 3, 4, 5, 16, 64, 300, 1100, 4096)
 ROUTED, CHAINED, IN_A_BLOCK = (4, 17, 129, 513), (1, 4, 24), (1, 2, 3, 4)
+FORMS = ("bf16", "fp8", "blocks")  # the last: fp8 with a scale for each 128 x 128 numbers
 Layer = tuple[torch.Tensor, ...]  # w13, w2, and of fp8 ones their scales
 
 
@@ -40,9 +41,9 @@ def compiled() -> None:
     """The kernels of all these tests, compiled side by side: each shape has its own, and one after the other they take
     minutes. What is not named here is compiled where it is needed."""
     with recording() as jobs:
-        for shape, fp8 in itertools.product(SHAPES, (False, True)):
+        for shape, form in itertools.product(SHAPES, FORMS):
             num_experts, _, hidden, _, _ = SHAPES[shape]
-            layer, norm = make_layer(shape, fp8=fp8), torch.ones(hidden, device=DEVICE).bfloat16()
+            layer, norm = make_layer(shape, form), torch.ones(hidden, device=DEVICE).bfloat16()
 
             def rows(tokens: int, width: int = hidden, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
                 return torch.zeros(tokens, width, dtype=dtype, device=DEVICE)
@@ -50,12 +51,12 @@ def compiled() -> None:
             for tokens in TOKENS:
                 routed(shape, rows(tokens), rows(tokens, num_experts), layer)
             if shape == LONG:
-                for tokens in () if fp8 else ROUTED:
+                for tokens in ROUTED if form == "bf16" else ():
                     routed(shape, rows(tokens), rows(tokens, num_experts, torch.float32), layer)
                 for tokens in CHAINED:
                     link(rows(tokens), norm, layer, lambda: None)
             if shape in BESIDE:
-                around = make_router(shape), layer, make_dense_branch(shape, fp8=fp8), norm
+                around = make_router(shape), layer, make_dense_branch(shape, form), norm
                 for tokens in IN_A_BLOCK:
                     in_one_block(shape, rows(tokens), *around, 1.0)
                     in_parts(shape, rows(tokens), *around)
@@ -63,18 +64,29 @@ def compiled() -> None:
     compile_ahead(jobs, torch.cuda.get_device_capability())
 
 
-def make_layer(shape: str, *, fp8: bool) -> Layer:
+def make_layer(shape: str, form: str) -> Layer:
     num_experts, _, hidden, inner, _ = SHAPES[shape]
     generator = torch.Generator(DEVICE).manual_seed(0)
     stacks = [
         torch.randn(num_experts, rows, columns, device=DEVICE, generator=generator).mul_(columns**-0.5).bfloat16()
         for rows, columns in ((2 * inner, hidden), (hidden, inner))
     ]
-    if not fp8:
+    if form == "bf16":
         return tuple(stacks)
+    if form == "blocks":
+        pairs = [in_blocks(stack, halves) for stack, halves in zip(stacks, (2, 1), strict=True)]
+        return (*(values for values, _ in pairs), *(scale for _, scale in pairs))
     pairs = [pointwise_reference.quantize_rows(stack.flatten(0, 1)) for stack in stacks]
     values = [v.view(stack.shape) for (v, _), stack in zip(pairs, stacks, strict=True)]
     return (*values, *(s.view(stack.shape[:2]) for (_, s), stack in zip(pairs, stacks, strict=True)))
+
+
+def in_blocks(weight: torch.Tensor, halves: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 numbers [.., N, K] and scales between half and one and a half of 1/64; each half has blocks of its own."""
+    *first, rows, columns = weight.shape
+    shape = *first, halves * -(-rows // halves // 128), -(-columns // 128)
+    scale = torch.rand(shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+    return (weight * 64).to(torch.float8_e4m3fn), (scale + 0.5) / 64
 
 
 def routed(shape: str, x: torch.Tensor, logits: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, ...]:
@@ -84,11 +96,11 @@ def routed(shape: str, x: torch.Tensor, logits: torch.Tensor, layer: Layer) -> t
     return experts, weights, moe_experts.routed_experts(x, weights, experts, *layer, gate=gate)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_equal_their_references(shape: str, fp8: bool) -> None:
+def test_kernels_equal_their_references(shape: str, form: str) -> None:
     num_experts, top_k, hidden, _, gate = SHAPES[shape]
-    layer = make_layer(shape, fp8=fp8)
+    layer = make_layer(shape, form)
     for tokens in TOKENS:
         x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
         logits = torch.randn(tokens, num_experts, device=DEVICE).bfloat16()
@@ -98,14 +110,36 @@ def test_kernels_equal_their_references(shape: str, fp8: bool) -> None:
         torch.testing.assert_close(weights, reference_weights, rtol=1e-5, atol=1e-6)
         reference = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
         error = (ours.float() - reference).norm(dim=1) / reference.norm(dim=1)
-        assert error.max() < (4e-2 if fp8 else 1e-2), f"{tokens} tokens: {error.max():.2e}"
+        assert error.max() < (1e-2 if form == "bf16" else 4e-2), f"{tokens} tokens: {error.max():.2e}"
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int4_equals_its_reference(shape: str, group: int) -> None:
+    num_experts, _, hidden, inner, gate = SHAPES[shape]
+    if inner % group:
+        pytest.skip("no groups of 128 fit this shape")
+    layer: list[torch.Tensor] = []
+    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+        bytes_of_row = num_experts, rows, columns // 2
+        layer.append(torch.randint(0, 256, bytes_of_row, device=DEVICE, dtype=torch.uint8))
+    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+        scale = torch.rand(num_experts, rows, columns // group, device=DEVICE) + 0.5
+        layer.append((scale * (columns**-0.5 / 4)).bfloat16())
+    for tokens in TOKENS:
+        x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+        logits = torch.randn(tokens, num_experts, device=DEVICE).bfloat16()
+        experts, weights, ours = routed(shape, x, logits, tuple(layer))
+        reference = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        error = (ours.float() - reference).norm(dim=1) / reference.norm(dim=1)
+        assert error.max() < (4e-2 if group == 128 else 1e-2), f"{tokens} tokens: {error.max():.2e}"
 
 
 @pytest.mark.parametrize("skew", ["even", "one expert", "few experts"])
 def test_any_routing(skew: str) -> None:
     """Experts with all tokens, with none, and with a block and one more."""
     num_experts, _, hidden, _, gate = SHAPES[LONG]
-    layer = make_layer(LONG, fp8=False)
+    layer = make_layer(LONG, "bf16")
     for tokens in ROUTED:
         logits = torch.randn(tokens, num_experts, device=DEVICE)
         if skew == "one expert":
@@ -146,12 +180,12 @@ def link(residual: torch.Tensor, norm: torch.Tensor, layer: Layer, pause: Callab
     pause()
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", CHAINED)
-def test_kernels_that_start_early_see_what_they_must(tokens: int, fp8: bool) -> None:
+def test_kernels_that_start_early_see_what_they_must(tokens: int, form: str) -> None:
     """A chain of layers, each routed by the one before: one kernel at a time, all at once, and in a graph give the same
     bits. (A kernel may start while the one before it runs, and some read the choice of experts before they wait.)"""
-    hidden, layer = SHAPES[LONG][2], make_layer(LONG, fp8=fp8)
+    hidden, layer = SHAPES[LONG][2], make_layer(LONG, form)
     norm = torch.ones(hidden, device=DEVICE).bfloat16()
     start = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
 
@@ -174,7 +208,7 @@ def test_kernels_that_start_early_see_what_they_must(tokens: int, fp8: bool) -> 
         assert torch.equal(captured, expected)
 
 
-def make_dense_branch(shape: str, *, fp8: bool) -> DenseBranch | None:
+def make_dense_branch(shape: str, form: str) -> DenseBranch | None:
     """The MLP beside the experts, and in some models a factor for it."""
     width, factor = BESIDE[shape]
     hidden = SHAPES[shape][2]
@@ -185,8 +219,10 @@ def make_dense_branch(shape: str, *, fp8: bool) -> DenseBranch | None:
         return torch.randn(rows, columns, device=DEVICE).mul_(columns**-0.5).bfloat16()
 
     first, second = weight(2 * width, hidden), weight(hidden, width)
-    quantize_rows = pointwise_reference.quantize_rows
-    parts = (*quantize_rows(first), *quantize_rows(second)) if fp8 else (first, None, second, None)
+    parts: tuple[torch.Tensor | None, ...] = first, None, second, None
+    if form != "bf16":
+        quantise = in_blocks if form == "blocks" and width % 128 == 0 else pointwise_reference.quantize_rows
+        parts = *quantise(first), *quantise(second)
     return DenseBranch(*parts, weight(1, hidden) if factor else None)
 
 
@@ -219,10 +255,11 @@ def in_parts(
     parts = routed(shape, normed, scores, layer)[2].float()
     if dense is None:
         return parts, None
+    block = 128 if dense.down_scale is not None and dense.down_scale.dim() == 2 else 0
     h = small_batch.gemv(
-        x, dense.gate_up, dense.gate_up_scale, norm=(norm, 1e-6), wide_offset=1.0, gate=SHAPES[shape][4]
+        x, dense.gate_up, dense.gate_up_scale, norm=(norm, 1e-6), wide_offset=1.0, gate=SHAPES[shape][4], block=block
     )
-    other = small_batch.gemv(h, dense.down, dense.down_scale).float()
+    other = small_batch.gemv(h, dense.down, dense.down_scale, block=block).float()
     if dense.factor is None:
         return parts, other
     factor = small_batch.gemv(x, dense.factor, norm=(norm, 1e-6), wide_offset=1.0)
@@ -261,11 +298,11 @@ def next_block(
     return residual
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", BESIDE)
-def test_a_block_of_few_tokens_equals_its_parts(shape: str, fp8: bool) -> None:
+def test_a_block_of_few_tokens_equals_its_parts(shape: str, form: str) -> None:
     hidden = SHAPES[shape][2]
-    around = make_router(shape), make_layer(shape, fp8=fp8), make_dense_branch(shape, fp8=fp8)
+    around = make_router(shape), make_layer(shape, form), make_dense_branch(shape, form)
     norm = torch.rand(hidden, device=DEVICE).bfloat16()
     for tokens in IN_A_BLOCK:
         x = clear_rows(shape, tokens, around[0], norm)
@@ -277,17 +314,17 @@ def test_a_block_of_few_tokens_equals_its_parts(shape: str, fp8: bool) -> None:
             assert ((apart.float() - other).norm(dim=1) / other.norm(dim=1)).max() < 1e-2
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("shape", BESIDE)
 def test_blocks_that_start_early_see_what_they_must(
-    shape: str, tokens: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
+    shape: str, tokens: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chain of blocks, each routed by the one before: kernels one at a time, all at once and in a graph give the same
     bits.
     (The last kernel of a block reads the choice and the other MLP's first result before it waits.)"""
     hidden = SHAPES[shape][2]
-    around = make_router(shape), make_layer(shape, fp8=fp8), make_dense_branch(shape, fp8=fp8)
+    around = make_router(shape), make_layer(shape, form), make_dense_branch(shape, form)
     norm = torch.ones(hidden, device=DEVICE).bfloat16()
     start = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
 

@@ -45,7 +45,7 @@ class GroupTiles(NamedTuple):
 
 
 @triton.jit
-def _e4m3(codes, FAST: tl.constexpr):
+def as_e4m3_pairs(codes, FAST: tl.constexpr):
     """Bytes of two int4 codes each -> (q - 8) / 512 of the lower halves, and of the upper halves, as e4m3."""
     if FAST:
         # For each byte: codes 8 to 15 are their lower three bits; codes 0 to 7 are negative, 0x88 less those bits.
@@ -116,7 +116,7 @@ def _group_scaled_kernel(
         if PAIR == 0:
             product = tl.dot(w, x)
         else:
-            low, high = _e4m3(w, FAST)
+            low, high = as_e4m3_pairs(w, FAST)
             product = tl.dot(low, x)
             product = tl.dot(high, tl.load(x_at + at + PAIR, mask=x_mask, other=0.0), product)
         acc += product * scale[:, None]
@@ -153,7 +153,7 @@ def _codes_kernel(
     n = tl.program_id(0) // ACROSS * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     w = tl.program_id(0) % ACROSS * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
     live = (n < N) & (w < K // 2)
-    low, high = _e4m3(tl.load(w_ptr + n.to(tl.int64) * (K // 2) + w, mask=live, other=0), FAST)
+    low, high = as_e4m3_pairs(tl.load(w_ptr + n.to(tl.int64) * (K // 2) + w, mask=live, other=0), FAST)
     out = out_ptr + n.to(tl.int64) * K + w // PAIR * (2 * PAIR) + w % PAIR
     tl.store(out, low, mask=live)
     tl.store(out + PAIR, high, mask=live)

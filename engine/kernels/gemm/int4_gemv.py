@@ -76,7 +76,7 @@ def _dot4(q, high, low, DP4A: tl.constexpr):
 
 
 @triton.jit
-def _dot8(word, high, low, far_high, far_low, DP4A: tl.constexpr):
+def dot8(word, high, low, far_high, far_low, DP4A: tl.constexpr):
     """The same for a word of codes: its lower halves with (high, low), its upper halves with the columns PAIR
     farther."""
     if DP4A:
@@ -92,7 +92,7 @@ def _dot8(word, high, low, far_high, far_low, DP4A: tl.constexpr):
 
 
 @triton.jit
-def _by_chunk(words):
+def by_chunk(words):
     """[..., words] -> [..., chunks]: sums within a thread."""
     if len(words.shape) == 1:
         return tl.sum(tl.reshape(words, [words.shape[0] // _WORDS, _WORDS]), 1)
@@ -101,7 +101,7 @@ def _by_chunk(words):
 
 
 @triton.jit
-def _fixed_point(x_ptr, norm_ptr, offset, at, live, PAIR: tl.constexpr, DP4A: tl.constexpr):
+def fixed_point(x_ptr, norm_ptr, offset, at, live, PAIR: tl.constexpr, DP4A: tl.constexpr):
     """x in fixed point for the words that begin at columns `at`: high and low bytes [words], those of the columns PAIR
     farther, and the chunks' units; and, for a norm, the sum of squares of x [words]."""
     x_type: tl.constexpr = x_ptr.dtype.element_ty
@@ -135,7 +135,7 @@ def _fixed_point(x_ptr, norm_ptr, offset, at, live, PAIR: tl.constexpr, DP4A: tl
 
 
 @triton.jit
-def _words(w_at, n_live, words, start: tl.constexpr, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
+def load_words(w_at, n_live, words, start: tl.constexpr, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
     """W's words [BLOCK_N, BLOCK_W] from `start` on, zeros outside."""
     if start + BLOCK_W <= WORDS:
         return tl.load(w_at + start, mask=n_live[:, None], other=0)
@@ -144,7 +144,7 @@ def _words(w_at, n_live, words, start: tl.constexpr, WORDS: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _of_chunks(at_ptr, n, n_live, column, K: tl.constexpr, GROUP: tl.constexpr):
+def of_chunks(at_ptr, n, n_live, column, K: tl.constexpr, GROUP: tl.constexpr):
     """A per-group quantity (scale or zero point) for outputs n and the chunks that begin at `column`: [N, chunks]."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     place = n[:, None].to(tl.int64) * GROUPS + (column // GROUP)[None, :]
@@ -152,10 +152,10 @@ def _of_chunks(at_ptr, n, n_live, column, K: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _chunk_sums(words, total, high, low, far_high, far_low, zero, scale, unit, DP4A: tl.constexpr):
+def chunk_sums(words, total, high, low, far_high, far_low, zero, scale, unit, DP4A: tl.constexpr):
     """Sums of (q - zero) scale x over the chunks of words [BLOCK_N, BLOCK_W]; `total` is the sum of x alone."""
-    dots = _dot8(words, high[None, :], low[None, :], far_high[None, :], far_low[None, :], DP4A)
-    return (_by_chunk(dots) - zero * total[None, :]).to(tl.float32) * (scale * unit[None, :])
+    dots = dot8(words, high[None, :], low[None, :], far_high[None, :], far_low[None, :], DP4A)
+    return (by_chunk(dots) - zero * total[None, :]).to(tl.float32) * (scale * unit[None, :])
 
 
 @kernel
@@ -172,10 +172,10 @@ def _int4_gemv_kernel(
     n_live = n < N
     w_at = w_ptr + n[:, None].to(tl.int64) * WORDS + words[None, :]
     up_at = w_at + N * WORDS
-    w = _words(w_at, n_live, words, 0, WORDS, BLOCK_W)
+    w = load_words(w_at, n_live, words, 0, WORDS, BLOCK_W)
     up = w
     if GATE is not None:
-        up = _words(up_at, n_live, words, 0, WORDS, BLOCK_W)
+        up = load_words(up_at, n_live, words, 0, WORDS, BLOCK_W)
     if IN_ORDER and PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -191,35 +191,35 @@ def _int4_gemv_kernel(
         next_w = w
         next_up = up
         if start + BLOCK_W < WORDS:  # load the next block while this one is multiplied
-            next_w = _words(w_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
+            next_w = load_words(w_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
             if GATE is not None:
-                next_up = _words(up_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
+                next_up = load_words(up_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
         column = start * 8 + tl.arange(0, CHUNKS) * _CHUNK
-        scale = _of_chunks(scale_ptr, n, n_live, column, K, GROUP).to(tl.float32)
+        scale = of_chunks(scale_ptr, n, n_live, column, K, GROUP).to(tl.float32)
         zero = MIDDLE
         if zero_ptr is not None:
-            zero = _of_chunks(zero_ptr, n, n_live, column, K, GROUP).to(tl.int32)
+            zero = of_chunks(zero_ptr, n, n_live, column, K, GROUP).to(tl.int32)
         up_scale = scale
         up_zero = zero
         if GATE is not None:
-            up_scale = _of_chunks(scale_ptr, N + n, n_live, column, K, GROUP).to(tl.float32)
+            up_scale = of_chunks(scale_ptr, N + n, n_live, column, K, GROUP).to(tl.float32)
             if zero_ptr is not None:
-                up_zero = _of_chunks(zero_ptr, N + n, n_live, column, K, GROUP).to(tl.int32)
+                up_zero = of_chunks(zero_ptr, N + n, n_live, column, K, GROUP).to(tl.int32)
         byte = (start + words) * 4
         at = byte // PAIR * (2 * PAIR) + byte % PAIR
         live = start + words < WORDS
         so_far, up_so_far, squares_so_far = sums, up_sums, squares
         sums, up_sums, squares = (), (), ()
         for m in tl.static_range(ROWS):
-            high, low, far_high, far_low, unit, square = _fixed_point(
+            high, low, far_high, far_low, unit, square = fixed_point(
                 x_ptr + m * x_stride, norm_ptr, offset, at, live & (m < M), PAIR, DP4A
             )
             ones = tl.full([BLOCK_W], 0x11111111, tl.int32)
-            total = _by_chunk(_dot8(ones, high, low, far_high, far_low, DP4A))
-            added = _chunk_sums(w, total, high, low, far_high, far_low, zero, scale, unit, DP4A)
+            total = by_chunk(dot8(ones, high, low, far_high, far_low, DP4A))
+            added = chunk_sums(w, total, high, low, far_high, far_low, zero, scale, unit, DP4A)
             sums = sums + (so_far[m] + added,)  # noqa: RUF005
             if GATE is not None:
-                added = _chunk_sums(up, total, high, low, far_high, far_low, up_zero, up_scale, unit, DP4A)
+                added = chunk_sums(up, total, high, low, far_high, far_low, up_zero, up_scale, unit, DP4A)
             up_sums = up_sums + (up_so_far[m] + added,)  # noqa: RUF005
             squares = squares + (squares_so_far[m] + square,)  # noqa: RUF005
         w = next_w
@@ -269,10 +269,10 @@ def gemv(
     """
     rows, inner = x.shape
     assert rows <= MOST_ROWS
-    x = _aligned(x)
+    x = aligned(x)
     outputs = packed.shape[0] // (1 if gate is None else 2)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if residual is None else residual
-    norm_weight, eps = (None, 0.0) if norm is None else (_aligned(norm[0]), norm[1])
+    norm_weight, eps = (None, 0.0) if norm is None else (aligned(norm[0]), norm[1])
     block_n, block_w, warps = tiles or _tiles(rows, gated=gate is not None)
     _int4_gemv_kernel(
         (triton.cdiv(outputs, block_n),), x, packed.values.view(torch.int32), packed.scale, packed.zero, bias,
@@ -292,7 +292,7 @@ def _tiles(rows: int, *, gated: bool) -> tuple[int, int, int]:
     return 8, 512, 4
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: torch.Tensor) -> torch.Tensor:
     """x, copied if it is not aligned for reading four numbers at a time."""
     rows_apart = x.stride(0) if x.ndim > 1 else 0
     return x.clone(memory_format=torch.contiguous_format) if rows_apart % 4 or x.data_ptr() % 8 else x

@@ -50,7 +50,7 @@ def _of_groups(at_ptr, n, n_live, at, GROUP: tl.constexpr, K: tl.constexpr, SPAN
 
 
 @triton.jit
-def _spread(each, BLOCK_W: tl.constexpr):
+def spread(each, BLOCK_W: tl.constexpr):
     """Repeat a per-group quantity for each byte: float32 [BLOCK_N, BLOCK_W]."""
     number: tl.constexpr = each.shape[1]
     rows: tl.constexpr = each.shape[0]
@@ -119,11 +119,11 @@ def _packed_kernel(
         else:
             codes = tl.load(w_at + at, mask=n_live[:, None] & live[None, :], other=0.0)
         column = at * IN_WORD
-        scale = _spread(scales, BLOCK_W)
+        scale = spread(scales, BLOCK_W)
         scales = _of_groups(scale_ptr, n, n_live, column + SPAN, GROUP, K, SPAN, IN_WORD)  # loaded ahead
         zero = MIDDLE
         if zero_ptr is not None:
-            zero = _spread(zeros, BLOCK_W)
+            zero = spread(zeros, BLOCK_W)
             zeros = _of_groups(zero_ptr, n, n_live, column + SPAN, GROUP, K, SPAN, IN_WORD)
         x = tl.load(x_at + column, mask=m_mask & live[:, None], other=0.0)
         if IN_WORD == 1:
@@ -153,10 +153,10 @@ def _unpack_kernel(
     codes = tl.load(w_ptr + n[:, None].to(tl.int64) * WIDTH + w[None, :], mask=n_live[:, None] & (w < WIDTH)[None, :],
                     other=0.0)  # fmt: skip
     SPAN: tl.constexpr = BLOCK_W * IN_WORD
-    scale = _spread(_of_groups(scale_ptr, n, n_live, at * IN_WORD, GROUP, K, SPAN, IN_WORD), BLOCK_W)
+    scale = spread(_of_groups(scale_ptr, n, n_live, at * IN_WORD, GROUP, K, SPAN, IN_WORD), BLOCK_W)
     zero = MIDDLE
     if zero_ptr is not None:
-        zero = _spread(_of_groups(zero_ptr, n, n_live, at * IN_WORD, GROUP, K, SPAN, IN_WORD), BLOCK_W)
+        zero = spread(_of_groups(zero_ptr, n, n_live, at * IN_WORD, GROUP, K, SPAN, IN_WORD), BLOCK_W)
     dtype = y_ptr.dtype.element_ty
     y_at = y_ptr + n[:, None].to(tl.int64) * K + _column(w, IN_WORD, PAIR)[None, :]
     mask = n_live[:, None] & (w < WIDTH)[None, :]

@@ -12,21 +12,32 @@ The last of the router's programs to finish chooses the experts (moe.top_k) whil
 repeating the choice in every program that needs it would be slower. `down` knows the experts before `gate_up` is done,
 so it can load their weights ahead.
 
-The GEMMs stream weights (gemm.weight_stream). There are no atomic additions, and no token's result depends on another
+The GEMMs stream weights (gemm.weight_stream), in 16 bits or in fp8 with a scale for each output or for each block of
+numbers. There are no atomic additions, and no token's result depends on another
 token.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.gemm.weight_stream import block, first_blocks, halves, times_rows, within_threads
+from engine.kernels.gemm.weight_stream import (
+    block,
+    first_blocks,
+    first_scales,
+    halves,
+    of_parts,
+    scales_at,
+    scales_of_block,
+    times_rows,
+    within_threads,
+)
 from engine.kernels.moe.router import route_kernel
-from engine.kernels.moe.tiles import DecodeTiles, Shape, decode_tiles
+from engine.kernels.moe.tiles import SCALE_BLOCK, DecodeTiles, decode_tiles, shape_of
 from engine.kernels.moe.top_k import MOST_EXPERTS
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
@@ -37,9 +48,9 @@ class DenseBranch(NamedTuple):
     """The weights of an MLP that every token goes through in parallel with its experts."""
 
     gate_up: torch.Tensor  # [2 J, H], gate above up
-    gate_up_scale: torch.Tensor | None  # [2 J] of fp8 weights
+    gate_up_scale: torch.Tensor | None  # of fp8 weights: [2 J], or [2 J / 128, H / 128] of blocks
     down: torch.Tensor  # [H, J]
-    down_scale: torch.Tensor | None  # [H]
+    down_scale: torch.Tensor | None  # [H], or [H / 128, J / 128]
     factor: torch.Tensor | None = None  # [1, H]: scales the branch by sigmoid(x factorᵀ); None: a separate result
 
 
@@ -55,7 +66,7 @@ class Norm(NamedTuple):
 def _gate_up_kernel(
     x_ptr, w_ptr, scale_ptr, experts_ptr, h_ptr, x_stride,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The order matters: this kernel waits for `route` before it lets `down` start, so `down` may read the results of
     # `route` without waiting.
@@ -70,12 +81,21 @@ def _gate_up_kernel(
     live = (n < N)[None, :, None] & (half >= 0)
     at = w_ptr + expert * (2 * N * K) + (row * K + tl.arange(0, BLOCK_K)[None, None, :])
     blocks = first_blocks(at, live, K, BLOCK_K, DEPTH)
+    scale_at = scale_ptr
     if SCALED:
-        scale_at = scale_ptr + expert * (2 * N) + n
-        gate_scale = tl.load(scale_at, mask=n < N, other=0.0)
-        up_scale = tl.load(scale_at + N, mask=n < N, other=0.0)
+        rows_at = scale_ptr + expert * (2 * N) + n
+        gate_scale = tl.load(rows_at, mask=n < N, other=0.0)
+        up_scale = tl.load(rows_at + N, mask=n < N, other=0.0)
+    if GROUP > 0:
+        scale_at = scale_ptr + expert * (2 * ((N + GROUP - 1) // GROUP) * ((K + GROUP - 1) // GROUP))
+        scale_at = scales_at(scale_at, tl.program_id(1) * BLOCK_N, K, GROUP)
+    scales = first_scales(scale_at, 2, N, K, BLOCK_K, DEPTH, GROUP)
+    if GROUP > 0:
+        tl.debug_barrier()  # else the assembler puts loads off, to save registers that this kernel has
     x_at = x_ptr + pair // TOP_K * x_stride
-    y = times_rows(blocks, at, live, x_at, None, 1, x_stride, 0.0, 0.0, K, 1, BLOCK_K, DEPTH, "")
+    y = times_rows(
+        blocks, at, live, scales, scale_at, x_at, None, 1, x_stride, 0.0, 0.0, N, K, 1, BLOCK_K, DEPTH, GROUP, ""
+    )
     gate, up = halves(y[0])
     if SCALED:
         gate = gate * gate_scale
@@ -85,11 +105,14 @@ def _gate_up_kernel(
 
 @triton.jit
 def _experts_down(
-    h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, token, n,
+    h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, token, first,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Σ_j weight[j] · (h[j] W_e[j]ᵀ) for rows n of the chosen experts' weights, float32. Waits for h."""
+    """Σ_j weight[j] · (h[j] W_e[j]ᵀ) for BLOCK_N rows, from `first` on, of the chosen experts' weights; float32. Waits
+    for h."""
+    n = first + tl.arange(0, BLOCK_N)
     j = tl.arange(0, KP)
     k = tl.arange(0, BLOCK_K)
     chosen = j < TOP_K
@@ -100,9 +123,14 @@ def _experts_down(
     at = (w_ptr + expert * (N * K))[None, :, None] + (n[:, None, None] * K + k[None, None, :])
     live = chosen[None, :, None] & (n < N)[:, None, None]
     blocks = first_blocks(at, live, K, BLOCK_K, DEPTH)
+    scale_at = scale_ptr
     if SCALED:
-        scale_at = (scale_ptr + expert * N)[None, :] + n[:, None]
-        scale = tl.load(scale_at, mask=chosen[None, :] & (n < N)[:, None], other=0.0)
+        rows_at = (scale_ptr + expert * N)[None, :] + n[:, None]
+        scale = tl.load(rows_at, mask=chosen[None, :] & (n < N)[:, None], other=0.0)
+    if GROUP > 0:
+        scale_at = scale_ptr + expert * (((N + GROUP - 1) // GROUP) * ((K + GROUP - 1) // GROUP))
+        scale_at = scales_at(scale_at, first, K, GROUP)[None, :, None]
+    scales = first_scales(scale_at, 1, N, K, BLOCK_K, DEPTH, GROUP)
     wait_for_previous(PDL)
     PART: tl.constexpr = 128 // blocks[0].dtype.primitive_bitwidth
     h_at = h_ptr + (token * TOP_K + j)[:, None] * K + k[None, :]
@@ -110,9 +138,14 @@ def _experts_down(
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         if (i + DEPTH) * BLOCK_K < K:
             blocks = blocks + (block(at, live, i + DEPTH, K, BLOCK_K),)  # noqa: RUF005
+            if GROUP > 0:
+                scales = scales + scales_of_block(scale_at, i + DEPTH, 1, N, K, BLOCK_K, GROUP)
         inside = chosen[:, None] & (k < K - i * BLOCK_K)[None, :]
         h = tl.load(h_at + i * BLOCK_K, mask=inside, other=0.0).to(tl.float32)
-        sums += within_threads(widened(blocks[i], tl.float32) * h[None, :, :], PART)
+        product = within_threads(widened(blocks[i], tl.float32) * h[None, :, :], PART)
+        if GROUP > 0:
+            product = product * of_parts(scales, i, 1, BLOCK_K, PART, GROUP)
+        sums += product
     y = tl.sum(sums, 2)
     if SCALED:
         y = y * scale
@@ -121,19 +154,25 @@ def _experts_down(
 
 @triton.jit
 def _dense_down(
-    h_ptr, w_ptr, scale_ptr, M, n, N: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr,
+    h_ptr, w_ptr, scale_ptr, M, first, N: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The dense branch's down GEMM, rows n of its weight with each row of h: a tuple of [len(n)] float32.
+    """The dense branch's down GEMM, BLOCK_O rows of its weight from `first` on, with each row of h: a tuple of
+    [BLOCK_O] float32.
 
     It runs before the wait for the previous kernel, so loads of h bypass the L1 cache.
     """
+    n = first + tl.arange(0, BLOCK_O)
     at = w_ptr + n[None, :, None] * J + tl.arange(0, BLOCK_J)[None, None, :]
     live = (n < N)[None, :, None]
     blocks = first_blocks(at, live, J, BLOCK_J, DEPTH_J)
     if SCALED:
         scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
-    y = times_rows(blocks, at, live, h_ptr, None, M, J, 0.0, 0.0, J, ROWS, BLOCK_J, DEPTH_J, ".cg")
+    scale_at = scales_at(scale_ptr, first, J, GROUP)
+    scales = first_scales(scale_at, 1, N, J, BLOCK_J, DEPTH_J, GROUP)
+    y = times_rows(
+        blocks, at, live, scales, scale_at, h_ptr, None, M, J, 0.0, 0.0, N, J, ROWS, BLOCK_J, DEPTH_J, GROUP, ".cg"
+    )
     results = ()
     for m in tl.static_range(ROWS):
         of_row = tl.sum(y[m], 0)
@@ -146,10 +185,11 @@ def _dense_down(
 @triton.jit
 def _dense_out(
     h_ptr, w_ptr, scale_ptr, out_ptr, M, N: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    y = _dense_down(h_ptr, w_ptr, scale_ptr, M, n, N, J, ROWS, BLOCK_J, DEPTH_J, SCALED)
+    first = tl.program_id(0) * BLOCK_O
+    n = first + tl.arange(0, BLOCK_O)
+    y = _dense_down(h_ptr, w_ptr, scale_ptr, M, first, N, J, ROWS, BLOCK_O, BLOCK_J, DEPTH_J, SCALED, GROUP)
     wait_for_previous(PDL)
     for m in tl.static_range(ROWS):
         tl.store(out_ptr + m * N + n, y[m].to(out_ptr.dtype.element_ty), mask=(n < N) & (m < M))
@@ -161,8 +201,8 @@ def _down_kernel(
     residual_ptr, dense_out_ptr, M,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, FACTOR: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, DENSE_SCALED: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
+    DENSE_SCALED: tl.constexpr, DENSE_GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The dense branch's h, like the choice of experts, comes from `route` and is complete already. With a factor its
     # result is part of the sum; else it has programs and an output of its own.
@@ -171,22 +211,24 @@ def _down_kernel(
         if dense_out_ptr is not None:
             _dense_out(
                 dense_h_ptr, dense_ptr, dense_scale_ptr, dense_out_ptr, M, N, J, ROWS, BLOCK_O, BLOCK_J, DEPTH_J,
-                DENSE_SCALED, PDL,
+                DENSE_SCALED, DENSE_GROUP, PDL,
             )
     else:
         BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
         STRIDE: tl.constexpr = TOP_K + 1 if FACTOR else TOP_K
         token = (tl.program_id(0) - APART) // BLOCKS
-        n = (tl.program_id(0) - APART) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+        first = (tl.program_id(0) - APART) % BLOCKS * BLOCK_N
+        n = first + tl.arange(0, BLOCK_N)
         dtype = out_ptr.dtype.element_ty
         if FACTOR:
             dense = _dense_down(
-                dense_h_ptr + token * J, dense_ptr, dense_scale_ptr, 1, n, N, J, 1, BLOCK_J, DEPTH_J, DENSE_SCALED
+                dense_h_ptr + token * J, dense_ptr, dense_scale_ptr, 1, first, N, J, 1, BLOCK_N, BLOCK_J, DEPTH_J,
+                DENSE_SCALED, DENSE_GROUP,
             )
             factor = tl.load(weights_ptr + token * STRIDE + TOP_K, cache_modifier=".cg")
         y = _experts_down(
-            h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, token, n, N, K, TOP_K, KP, STRIDE, BLOCK_K, DEPTH,
-            SCALED, PDL,
+            h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, token, first, N, K, TOP_K, KP, STRIDE, BLOCK_N, BLOCK_K,
+            DEPTH, SCALED, GROUP, PDL,
         )
         y = y.to(dtype)  # rounded where separate kernels would round
         if FACTOR:
@@ -237,7 +279,7 @@ def sparse_block(
     with_factor = dense is not None and dense.factor is not None
     width = 0 if dense is None else dense.down.shape[1]
     if tiles is None:
-        shape = Shape(num_experts, top_k, hidden, w2.shape[2], w2.element_size())
+        shape = shape_of(w2, scale2, top_k)
         tiles = decode_tiles(shape, tokens, width, target_of(device))
     of_router, of_beside = x if for_router is None else for_router, x if for_dense is None else for_dense
     assert norm is None or (for_router is None and for_dense is None)
@@ -266,8 +308,8 @@ def sparse_block(
         offset or 0.0, E=num_experts, EP=triton.next_power_of_2(num_experts), TOP_K=top_k,
         KP=triton.next_power_of_2(top_k), COLUMNS=columns, H=hidden, HP=triton.next_power_of_2(hidden), J=width,
         ROWS=rows, BLOCK_E=tiles.router.block_n, BLOCK_H=tiles.router.block_k, BLOCK_N=first.block_n,
-        BLOCK_K=first.block_k, DEPTH=first.depth, RENORMALIZE=renormalize, SCALED=gate_up_scale is not None,
-        GATE=gate, num_warps=first.warps,
+        BLOCK_K=first.block_k, DEPTH=first.depth, RENORMALIZE=renormalize, **_scaled(gate_up_scale, 2), GATE=gate,
+        num_warps=first.warps,
     )  # fmt: skip
     routed = _experts(
         x if normed is None else normed, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles,
@@ -291,7 +333,7 @@ def routed_experts(
 ) -> torch.Tensor:
     """moe.experts.routed_experts for few tokens: only the last two kernels."""
     if tiles is None:
-        shape = Shape(w2.shape[0], experts.shape[1], w2.shape[1], w2.shape[2], w2.element_size())
+        shape = shape_of(w2, scale2, experts.shape[1])
         tiles = decode_tiles(shape, x.shape[0], 0, target_of(x.device))
     return _experts(x, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles, (None,) * 4)
 
@@ -314,7 +356,7 @@ def _experts(
     _gate_up_kernel(
         (tokens * top_k, triton.cdiv(inner, first.block_n)), x, w13, scale13, experts, h, x.stride(0),
         N=inner, K=hidden, TOP_K=top_k, BLOCK_N=first.block_n, BLOCK_K=first.block_k, DEPTH=first.depth,
-        SCALED=scale13 is not None, GATE=gate, num_warps=first.warps,
+        **_scaled(scale13, 3), GATE=gate, num_warps=first.warps,
     )  # fmt: skip
     programs, rows = tokens * triton.cdiv(hidden, second.block_n), 1
     if apart is not None:
@@ -325,6 +367,13 @@ def _experts(
         N=hidden, K=inner, J=0 if down is None else down.shape[1], TOP_K=top_k, KP=triton.next_power_of_2(top_k),
         FACTOR=down is not None and apart is None, ROWS=rows, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
         DEPTH=second.depth, BLOCK_O=third.block_n, BLOCK_J=third.block_k, DEPTH_J=third.depth,
-        SCALED=scale2 is not None, DENSE_SCALED=down_scale is not None, num_warps=second.warps,
+        **_scaled(scale2, 3), **{f"DENSE_{name}": value for name, value in _scaled(down_scale, 2).items()},
+        num_warps=second.warps,
     )  # fmt: skip
     return out
+
+
+def _scaled(scale: torch.Tensor | None, dim: int) -> dict[str, Any]:
+    """Constants of a kernel that multiplies a weight of `dim` dimensions with these scales."""
+    in_blocks = scale is not None and scale.dim() == dim
+    return {"SCALED": scale is not None and not in_blocks, "GROUP": SCALE_BLOCK if in_blocks else 0}

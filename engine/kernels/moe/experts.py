@@ -14,15 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.gemm.int4_gemv import aligned
 from engine.kernels.moe import decode as moe_decode
+from engine.kernels.moe import int4
 from engine.kernels.moe.grouped_gemm import Groups, Rows, add_up, expert_product
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
     DecodeTiles,
-    Shape,
     Tiles,
     chunk_size,
+    form_of,
     max_blocks,
+    shape_of,
     tiles_for,
 )
 from engine.kernels.moe.top_k import MOST_EXPERTS, all_experts
@@ -164,11 +167,12 @@ def group(experts: torch.Tensor, num_experts: int, rows: int) -> Groups:
     return Groups(order, blocks, rows)
 
 
-def tiles_of(w2: torch.Tensor, top_k: int, tokens: int) -> Tiles:
+def tiles_of(
+    w2: torch.Tensor, scale2: torch.Tensor | None, top_k: int, tokens: int, *, fp8_activations: bool = True
+) -> Tiles:
     """The tiles that more than VECTOR_TOKENS tokens get on this device. w2 [E, H, I]."""
-    gpu, size = target_of(w2.device), w2.element_size()
-    num_experts, hidden, inner = w2.shape
-    shape = Shape(num_experts, top_k, hidden, inner, size, size == 1 and not gpu.fp8_units)
+    gpu = target_of(w2.device)
+    shape = shape_of(w2, scale2, top_k, widened=not (fp8_activations and gpu.fp8_units))
     return tiles_for(shape, tokens, gpu.shared_memory, gpu)
 
 
@@ -183,14 +187,17 @@ def routed_experts(
     *,
     gate: str = "silu",
     residual: torch.Tensor | None = None,
+    fp8_activations: bool = True,
     tiles: Tiles | DecodeTiles | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
-    up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].
+    up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales: scale13 [E, 2 I] and scale2 [E, H] or, in blocks,
+    [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉].
 
-    `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned. More
-    than VECTOR_TOKENS rows of x may be in fp8 if the weights are; `dtype` is then that of the result.
+    `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
+    `fp8_activations`: those of more than VECTOR_TOKENS tokens are rounded for fp8 weights, if the GPU has fp8 units.
+    More than VECTOR_TOKENS rows of x may be in fp8 already; `dtype` is then that of the result.
     """
     values = x if isinstance(x, torch.Tensor) else x[0]
     dtype = dtype or values.dtype
@@ -201,12 +208,34 @@ def routed_experts(
     (tokens, top_k), num_experts = experts.shape, w2.shape[0]
     if tokens <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
         assert isinstance(x, torch.Tensor)
+        if scale13 is not None and scale2 is not None and form_of(w2, scale2) == "int4":
+            return _few_in_int4(x, weights, experts, (w13, w2), (scale13, scale2), gate, out, residual is not None)
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
     if tiles is None:
-        tiles = tiles_of(w2, top_k, tokens)
+        tiles = tiles_of(w2, scale2, top_k, tokens, fp8_activations=fp8_activations)
     assert isinstance(tiles, Tiles)
-    groups = group(experts, num_experts, tiles.rows)
-    h = expert_product(x, w13, scale13, groups, top_k, tiles.gate_up, gate=gate, dtype=dtype)
-    y = expert_product(h, w2, scale2, groups, 1, tiles.down, gate=None, dtype=dtype)
+    groups, options = group(experts, num_experts, tiles.rows), {"dtype": dtype, "fp8_activations": fp8_activations}
+    h = expert_product(x, w13, scale13, groups, top_k, tiles.gate_up, gate=gate, **options)
+    y = expert_product(h, w2, scale2, groups, 1, tiles.down, gate=None, **options)
     add_up(y, weights, out, top_k, add=residual is not None)
+    return out
+
+
+def _few_in_int4(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    stacks: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    gate: str,
+    out: torch.Tensor,
+    add: bool,
+) -> torch.Tensor:
+    (w13, w2), (scale13, scale2), top_k = stacks, scales, experts.shape[1]
+    _, hidden, half = w2.shape
+    h = torch.empty(experts.numel(), 2 * half, dtype=x.dtype, device=x.device)
+    y = torch.empty(experts.numel(), hidden, dtype=x.dtype, device=x.device)
+    int4.pairs_product(aligned(x), w13, scale13, experts, h, top_k, gate=gate)
+    int4.pairs_product(h, w2, scale2, experts, y, 1, gate=None)
+    add_up(y, weights, out, top_k, add=add)
     return out

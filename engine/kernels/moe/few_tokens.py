@@ -53,7 +53,7 @@ def sparse_block(
     the dtype of the result. routing.supports and `joins` hold.
     """
     tokens, hidden, dtype = *for_router.shape, for_router.dtype
-    tiles = tiles_of(w2, top_k, tokens)
+    tiles = tiles_of(w2, scale2, top_k, tokens)
     factor = None if dense is None else dense.factor
     weights, _, groups = route_and_group(
         for_router, router, top_k, tiles.rows, renormalize=renormalize, expert_scale=expert_scale, factor=factor

@@ -3,8 +3,9 @@
 The weight's rows are on the tile's wide side, so a block is padded to 16 rows at most. Each pair has its own row of
 results. `add_up` weights and sums the k rows of a token, in the order in which its experts were chosen.
 
-fp8 weights have a scale for each expert and output channel; activations are quantised to fp8, with a scale per row. On
-GPUs without fp8 units activations stay as they are, and weights are widened on the fly.
+fp8 weights have a scale for each output of an expert, or for each block of 128 x 128 numbers (moe.group_scaled);
+activations are quantised to fp8, with a scale per row. On GPUs without fp8 units, and where the caller wants it,
+activations stay as they are, and weights are widened on the fly. int4: moe.int4.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.moe.tiles import MatrixTiles
+from engine.kernels.moe import group_scaled, int4
+from engine.kernels.moe.tiles import MatrixTiles, form_of, reads_fp8
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.pointwise.quantize import quantize_rows
@@ -186,11 +188,15 @@ def expert_product(
     *,
     gate: str | None,
     dtype: torch.dtype,
+    fp8_activations: bool = True,
     dense: DenseParts | None = None,
 ) -> torch.Tensor:
     """[pairs, N]: each pair's row of x (number pair // share) times its expert's weight, with the gate applied. Pairs
-    of the dense branch follow those of the experts."""
-    fp8 = scale is not None and target_of(weight.device).fp8_units
+    of the dense branch follow those of the experts. `fp8_activations` as in moe.experts.routed_experts."""
+    form = form_of(weight, scale)
+    fp8 = scale is not None and fp8_activations and target_of(weight.device).fp8_units
+    if form == "int4" and scale is not None:
+        fp8 = fp8 and reads_fp8(2 * weight.shape[2] // scale.shape[2])
     values, x_scale = _in_form(x, fp8)
     parts, tokens, more, more_scale = 0, 0, None, None
     if dense is not None:
@@ -201,6 +207,11 @@ def expert_product(
     pairs, inner = order.shape[0], weight.shape[2]
     outputs = weight.shape[1] if gate is None else weight.shape[1] // 2
     out = torch.empty(pairs + tokens * parts, outputs, dtype=dtype, device=weight.device)
+    if scale is not None and form != "rows":
+        assert dense is None
+        product = int4.grouped_product if form == "int4" else group_scaled.grouped_product
+        product(values, x_scale, weight, scale, order, blocks, out, share, rows, tiles, gate=gate)
+        return out
     num_blocks = blocks.shape[0] + parts * triton.cdiv(tokens, rows)
     _grouped_kernel(
         (triton.cdiv(outputs, tiles.block_n), num_blocks), values, weight, x_scale, scale, order, blocks, out,

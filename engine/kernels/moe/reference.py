@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.moe.tiles import VECTOR_TOKENS, max_blocks
+from engine.kernels.gemm.packed_weight import Packed, dequantize
+from engine.kernels.moe.tiles import SCALE_BLOCK, VECTOR_TOKENS, form_of, max_blocks, reads_fp8
 from engine.kernels.pointwise.reference import quantize_rows
 
 
@@ -44,17 +45,19 @@ def routed_experts(
     *,
     gate: str = "silu",
     residual: torch.Tensor | None = None,
+    fp8_activations: bool = True,
 ) -> torch.Tensor:
     """moe.experts.routed_experts."""
-    units = x.shape[0] > VECTOR_TOKENS  # here activations are quantised to fp8 if weights are
+    many = x.shape[0] > VECTOR_TOKENS
+    units = many and fp8_activations  # here activations are quantised to fp8 if weights are
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         token, slot = (experts == expert).nonzero(as_tuple=True)
-        gate_up = _expert_product(x[token], w13, scale13, expert, units)
+        gate_up = _expert_product(x[token], w13, scale13, expert, units, halves=2)
         first, second = gate_up.chunk(2, -1)
         first = F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")
         y = _expert_product((first * second).to(x.dtype), w2, scale2, expert, units)
-        if units:
+        if many:
             y = y.to(x.dtype).float()
         out.index_put_((token,), y * weights[token, slot, None], accumulate=True)
     out = out.to(x.dtype)
@@ -62,11 +65,28 @@ def routed_experts(
 
 
 def _expert_product(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, expert: int, units: bool
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, expert: int, units: bool, *, halves: int = 1
 ) -> torch.Tensor:
     if scale is None:
         return x.float() @ weight[expert].float().t()
+    if form_of(weight, scale) == "int4":
+        group = 2 * weight.shape[2] // scale.shape[2]
+        wide = dequantize(Packed("int4", group, weight[expert], scale[expert]), torch.float32)
+        if units and reads_fp8(group):
+            values, x_scale = quantize_rows(x)
+            x = values.float() * x_scale[:, None]
+        return x.float() @ wide.t()
     if units:
         values, x_scale = quantize_rows(x)
         x = values.float() * x_scale[:, None]
-    return x.float() @ (weight[expert].float() * scale[expert, :, None]).t()
+    _, rows, columns = weight.shape
+    return x.float() @ (weight[expert].float() * _spread(scale[expert], rows, columns, halves)).t()
+
+
+def _spread(scale: torch.Tensor, rows: int, columns: int, halves: int) -> torch.Tensor:
+    """Scales of an expert's weight, for each number. Each of the halves has blocks of its own."""
+    if scale.dim() == 1:
+        return scale[:, None]
+    wide = scale.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
+    each = [half.repeat_interleave(SCALE_BLOCK, 0)[: rows // halves] for half in wide.chunk(halves)]
+    return torch.cat(each)

@@ -5,7 +5,7 @@ GEMMs of the dense branch.
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.weight_stream import first_blocks, halves, times_rows
+from engine.kernels.gemm.weight_stream import first_blocks, first_scales, halves, scales_at, times_rows
 from engine.kernels.moe.top_k import all_experts, dense_factor
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
@@ -42,7 +42,9 @@ def _router_part(
     STEPS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     blocks = first_blocks(at, live, H, BLOCK_H, STEPS)
     wait_for_previous(PDL)
-    y = times_rows(blocks, at, live, x_ptr, norm_ptr, M, x_stride, eps, offset, H, ROWS, BLOCK_H, STEPS, "")
+    y = times_rows(
+        blocks, at, live, (), None, x_ptr, norm_ptr, M, x_stride, eps, offset, COLUMNS, H, ROWS, BLOCK_H, STEPS, 0, ""
+    )
     for m in tl.static_range(ROWS):
         logits = tl.sum(y[m], 0).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + m * COLUMNS + column, logits, mask=(column < COLUMNS) & (m < M))
@@ -76,18 +78,23 @@ def _normalise(
 def _dense_gate_up(
     x_ptr, norm_ptr, w_ptr, scale_ptr, h_ptr, program, M, x_stride, eps, offset,
     H: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     half = tl.arange(0, 2)[:, None, None]
     live = (n < J)[None, :, None] & (half >= 0)
     at = w_ptr + (half * J + n[None, :, None]) * H + tl.arange(0, BLOCK_K)[None, None, :]
     blocks = first_blocks(at, live, H, BLOCK_K, DEPTH)
+    scale_at = scales_at(scale_ptr, program * BLOCK_N, H, GROUP)
+    scales = first_scales(scale_at, 2, J, H, BLOCK_K, DEPTH, GROUP)
     if SCALED:
         gate_scale = tl.load(scale_ptr + n, mask=n < J, other=0.0)
         up_scale = tl.load(scale_ptr + J + n, mask=n < J, other=0.0)
     wait_for_previous(PDL)
-    y = times_rows(blocks, at, live, x_ptr, norm_ptr, M, x_stride, eps, offset, H, ROWS, BLOCK_K, DEPTH, "")
+    y = times_rows(
+        blocks, at, live, scales, scale_at, x_ptr, norm_ptr, M, x_stride, eps, offset, J, H, ROWS, BLOCK_K, DEPTH,
+        GROUP, "",
+    )
     dtype = h_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         gate, up = halves(y[m])
@@ -105,7 +112,7 @@ def route_kernel(
     E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr,
     HP: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, RENORMALIZE: tl.constexpr,
-    SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program writes the normalised x for the next kernel's experts; the others normalise it on the fly.
     NORMED: tl.constexpr = 0 if normed_ptr is None else 1
@@ -124,5 +131,5 @@ def route_kernel(
         if dense_ptr is not None:
             _dense_gate_up(
                 dense_x_ptr, norm_ptr, dense_ptr, dense_scale_ptr, h_ptr, program - ROUTERS, M, dense_stride, eps,
-                offset, H, J, ROWS, BLOCK_N, BLOCK_K, DEPTH, SCALED, GATE, PDL,
+                offset, H, J, ROWS, BLOCK_N, BLOCK_K, DEPTH, SCALED, GROUP, GATE, PDL,
             )

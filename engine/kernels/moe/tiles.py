@@ -10,16 +10,26 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from engine.kernels.runtime import tuned_tables
 from engine.kernels.runtime.gpu_target import Target, tuned_file
 from engine.kernels.runtime.tuned_tables import TableError, number
 
+if TYPE_CHECKING:
+    import torch
+
 VECTOR_TOKENS = 4  # up to this many tokens, each token reads its experts' weights for itself: moe.decode
 ROUTED_TOKENS = 64  # up to this many, one kernel does all between x and the grouped pairs: moe.routing
+SCALE_BLOCK = 128  # rows and columns of a weight that share a scale in the form "blocks"
 _BLOCK_ROWS = (16, 32, 64, 128)
 _TUNED = Path(__file__).with_name("tuned.json")
+
+
+Key = tuple[int | str | None, ...]  # a shape and the width of the dense branch
+# Scales of a stack of weights: one for each output (or none) | for each block of 128 x 128 numbers | of int4, for each
+# output and group of columns.
+Form = Literal["rows", "blocks", "int4"]
 
 
 class Shape(NamedTuple):
@@ -30,12 +40,40 @@ class Shape(NamedTuple):
     hidden: int
     inner: int
     itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
-    widened: bool = False  # the GPU has no fp8 tensor cores: fp8 weights are multiplied with 16-bit activations
+    widened: bool = False  # fp8 weights are multiplied with 16-bit activations: the GPU has no fp8 tensor cores, ...
+    form: Form = "rows"
 
     @property
     def x_itemsize(self) -> int:
         """Bytes of an activation on the tensor cores."""
         return 2 if self.widened else self.itemsize
+
+
+def form_of(weight: "torch.Tensor", scale: "torch.Tensor | None") -> Form:
+    """The form of a stack of experts with these weights and scales."""
+    if scale is None or scale.dim() == 2:
+        return "rows"
+    return "blocks" if weight.is_floating_point() else "int4"
+
+
+def groups_fit(group: int, inner: int) -> bool:
+    """Whether the kernels read int4 rows of `inner` numbers in such groups."""
+    return inner % 64 == 0 and (group in (32, 64) or group % SCALE_BLOCK == 0 or group == inner)
+
+
+def reads_fp8(group: int) -> bool:
+    """Whether int4 in such groups meets fp8 activations: a product for each smaller group would take longer."""
+    return group >= SCALE_BLOCK
+
+
+def shape_of(w2: "torch.Tensor", scale2: "torch.Tensor | None", top_k: int, *, widened: bool = False) -> Shape:
+    """The shape of experts with these weights [E, H, I] of their last product, and their scales."""
+    (num_experts, hidden, inner), form = w2.shape, form_of(w2, scale2)
+    if scale2 is not None and form == "int4":
+        inner *= 2
+        widened = widened or not reads_fp8(inner // scale2.shape[2])
+    size = w2.element_size()
+    return Shape(num_experts, top_k, hidden, inner, size, widened and size == 1, form)
 
 
 class MatrixTiles(NamedTuple):
@@ -82,6 +120,9 @@ def tiles_for(shape: Shape, tokens: int, shared: int, gpu: Target | None = None)
         if tokens <= most and shared_bytes(tiles, shape) <= shared:
             return tiles
     rows = block_rows(shape, tokens)
+    if shape.form != "rows":  # as many as were measured for the other form
+        found = _measured(gpu).get((*shape._replace(form="rows"), None), ())
+        rows = next((tiles.rows for most, tiles in found if tokens <= most), rows)
     return Tiles(rows, matrix(shape, rows, shared, gate=True), matrix(shape, rows, shared, gate=False))
 
 
@@ -92,7 +133,9 @@ def decode_tiles(shape: Shape, tokens: int, dense_width: int = 0, gpu: Target | 
     The rule keeps 64 to 128 bytes of a weight in flight per thread, in rows of 256 bytes or more, and has enough
     programs that the memory is never idle.
     """
-    for most, tiles in _measured(gpu).get((*shape, dense_width), ()):
+    measured = _measured(gpu)
+    own = measured.get((*shape, dense_width))  # those of the other form read the same bytes
+    for most, tiles in own or measured.get((*shape._replace(form="rows"), dense_width), ()):
         if tokens <= most:
             return tiles
     whole = _power_of_two(shape.hidden)  # the router's weights always take two bytes each
@@ -150,6 +193,13 @@ def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     by arithmetic: large tiles."""
     inner, outputs = (shape.hidden, shape.inner) if gate else (shape.inner, shape.hidden)
     weights = 2 if gate else 1
+    if shape.form != "rows":  # each step has a product of its own, in as many registers as the sums
+        block_n, warps = 128 if rows == 128 and not gate else 64, 8 if rows == 128 else 4
+        block_k = SCALE_BLOCK if inner % SCALE_BLOCK == 0 else SCALE_BLOCK // 2
+        of_weight = weights * block_n * block_k // (2 if shape.form == "int4" else 1)
+        stage = of_weight + rows * shape.x_itemsize * block_k
+        room = shared - 1024 if rows == 128 else shared // 2 - 1024
+        return MatrixTiles(block_n, block_k, warps, max(2, min(6, room // stage)))
     large = rows == 128 and outputs % 128 == 0 and shared > 128 << 10
     block_n = 128 if large else 64
     widest = (256 if rows <= 32 else 128) // shape.x_itemsize
@@ -185,7 +235,9 @@ class Measured(NamedTuple):
     tiles: Tiles | DecodeTiles
 
     def as_json(self) -> dict[str, Any]:
-        shape = self.shape if self.shape.widened else self.shape[:-1]
+        shape: tuple[Any, ...] = self.shape  # without defaults at the end
+        while len(shape) > 5 and shape[-1] == Shape._field_defaults[Shape._fields[len(shape) - 1]]:
+            shape = shape[:-1]
         return {"shape": shape, "dense_width": self.dense_width, "tokens": self.tokens, "tiles": self.tiles._asdict()}
 
 
@@ -197,7 +249,7 @@ def write_measured(path: Path, found: Iterable[Measured]) -> None:
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
-def _key(entry: Measured) -> tuple[int | None, ...]:
+def _key(entry: Measured) -> Key:
     return *entry.shape, entry.dense_width, entry.tokens
 
 
@@ -222,7 +274,7 @@ def parse(raw: Any, gpu: Target) -> Measured:
     for name, value in zip(Shape._fields[:4], shape[:4], strict=True):
         number(value, name, 1, 1 << 24)
     number(shape.itemsize, "itemsize", 1, 2)
-    if type(shape.widened) is not bool or shape.top_k > shape.num_experts:
+    if type(shape.widened) is not bool or shape.form not in get_args(Form) or shape.top_k > shape.num_experts:
         raise TableError("has an impossible shape")
     if isinstance(tiles, Tiles):
         number(entry.tokens, "tokens", VECTOR_TOKENS + 1, 1 << 24)
@@ -232,6 +284,8 @@ def parse(raw: Any, gpu: Target) -> Measured:
             number(each.block_k, "block_k", 16, 1024, power_of_two=True)
             number(each.warps, "warps", 1, 16, power_of_two=True)
             number(each.stages, "stages", 1, 8)
+            if shape.form != "rows" and (each.block_n > SCALE_BLOCK or each.block_k > SCALE_BLOCK):
+                raise TableError("has tiles larger than the blocks that share a scale")
         if shared_bytes(tiles, shape) > gpu.shared_memory:
             raise TableError(
                 f"needs {shared_bytes(tiles, shape) >> 10} KiB of shared memory, and a program may have "
@@ -251,7 +305,7 @@ def parse(raw: Any, gpu: Target) -> Measured:
 
 
 @functools.cache
-def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
+def _measured(gpu: Target | None = None) -> dict[Key, list[tuple[int, Any]]]:
     """(shape, dense_width) -> (most tokens, tiles), in order of tokens. Entries of this server's own table; for more
     tokens than it covers, those of the shipped table of the most similar GPU, if they fit this one."""
     table = _by_shape(tuned_tables.entries("moe", gpu, parse))
@@ -262,8 +316,8 @@ def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tu
     return table
 
 
-def _by_shape(entries: Iterable[Measured]) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
-    table: dict[tuple[int | None, ...], list[tuple[int, Any]]] = {}
+def _by_shape(entries: Iterable[Measured]) -> dict[Key, list[tuple[int, Any]]]:
+    table: dict[Key, list[tuple[int, Any]]] = {}
     for entry in sorted(entries, key=lambda entry: entry.tokens):
         table.setdefault((*entry.shape, entry.dense_width), []).append((entry.tokens, entry.tiles))
     return table

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.kernels.gemm import tiles as gemm_tiles
 from engine.kernels.gemm.tiles import GemmShape, VectorTiles
 from engine.kernels.moe import tiles as moe_tiles
-from engine.kernels.moe.tiles import DecodeTiles, Measured
+from engine.kernels.moe.tiles import DecodeTiles, Key, Measured
 from engine.kernels.runtime import tuned_tables
 from engine.kernels.runtime.gpu_target import H100, Target, name_of
 from engine.kernels.runtime.tuned_tables import Table, TableError
@@ -46,7 +46,7 @@ class OwnTable:
     def __init__(self, path: Path, gpu: Target, *, again: bool = False) -> None:
         self.path, self._gpu = path, gpu
         self._gemm: dict[GemmShape, VectorTiles] = {}
-        self._moe: dict[tuple[int | None, ...], Measured] = {}
+        self._moe: dict[Key, Measured] = {}
         self._done: dict[str, None] = {}
         try:
             table = tuned_tables.load(path, gpu)
@@ -139,7 +139,7 @@ def only_tuner(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _key(entry: Measured) -> tuple[int | None, ...]:
+def _key(entry: Measured) -> Key:
     return *entry.shape, entry.dense_width, entry.tokens
 
 

@@ -35,6 +35,8 @@ class Gemm(NamedTuple):
     run_fp8: Callable[[Any, QuantizedRows], torch.Tensor] | None = None  # set where many rows are read in fp8
     gemv: Callable[..., torch.Tensor] | None = None  # a few rows, fused with norm, gate and residual: (layer, x, **...)
     gemv_rows: int | None = None  # the most of them; None: as the weight's size says
+    # The weight and its scale, where the experts' kernels for a few rows (kernels/moe/decode.py) can read them, too.
+    streamed: Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]] | None = None
     library: bool = False  # many rows run on the GPU's library, whose algorithm gemm.autotune may choose
 
 
@@ -43,6 +45,10 @@ def plain_gemv(layer: "LinearLayer", x: torch.Tensor, **around: Any) -> torch.Te
     from engine.kernels.gemm.small_batch import gemv
 
     return gemv(x, layer.weight, layer.scale, layer.bias, **around)
+
+
+def plain_weight(layer: "LinearLayer") -> tuple[torch.Tensor, torch.Tensor | None]:
+    return layer.weight, layer.scale
 
 
 class LinearLayer(Sides, Protocol):

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from engine.kernels.gemm.packed_weight import Packed
+from engine.kernels.moe.tiles import SCALE_BLOCK, Form
 from engine.layers.quant.stored import Found, Inputs, Spec, StoredFormat, check_scale, scalar_spec, scale_spec
 from engine.message import msg
 
@@ -72,3 +73,8 @@ class Float8(StoredFormat):
 
     def is_fp8_per_row(self, out: int, inner: int) -> bool:
         return self.strategy != "block" and self.inputs == "fp8" and out % _MULTIPLE == 0 and inner % _MULTIPLE == 0
+
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
+        if self.block == (SCALE_BLOCK, SCALE_BLOCK) and out % _MULTIPLE == 0 and inner % _MULTIPLE == 0:
+            return "blocks"
+        return "rows" if self.is_fp8_per_row(out, inner) else None

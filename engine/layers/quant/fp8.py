@@ -17,7 +17,7 @@ from torch import nn
 
 from engine.kernels.gemm import autotune, scaled
 from engine.layers.gemm_inputs import QuantizedRows
-from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides, plain_gemv
+from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides, plain_gemv, plain_weight
 from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 from engine.layers.weight_memory import for_good
 
@@ -109,8 +109,8 @@ def _reference(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, dequantize(layer.weight, layer.scale, x.dtype), layer.bias)
 
 
-ON_FP8_UNITS = Gemm(_on_gpu, _on_fp8_units, gemv=plain_gemv, library=True)
-ON_WIDENED_WEIGHT = Gemm(_on_widened_weight, gemv=plain_gemv)
+ON_FP8_UNITS = Gemm(_on_gpu, _on_fp8_units, gemv=plain_gemv, streamed=plain_weight, library=True)
+ON_WIDENED_WEIGHT = Gemm(_on_widened_weight, gemv=plain_gemv, streamed=plain_weight)
 REFERENCE = Gemm(_reference)
 
 

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.gemm.packed_weight import Packed
-from engine.layers.quant.integers import WORD, as_packed, columns_of, packed_bytes, sides_refusal, unpack_words
+from engine.kernels.moe.tiles import Form
+from engine.layers.quant.integers import (
+    WORD,
+    as_packed,
+    columns_of,
+    int4_form,
+    packed_bytes,
+    sides_refusal,
+    unpack_words,
+)
 from engine.layers.quant.stored import Found, Inputs, Spec, StoredFormat, bad_values, check_scale, scale_spec
 from engine.message import msg
 
@@ -27,6 +36,7 @@ class Gptq(StoredFormat):
     zero_offset: int  # 1 in format v1
     inputs: Inputs = None
     main: str = "qweight"
+    in_order: bool = True  # config.json says that the columns of a group stand side by side
     adds_biases = True
 
     def specs(self, out: int, inner: int, found: Found) -> dict[str, Spec]:
@@ -74,6 +84,9 @@ class Gptq(StoredFormat):
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         itemsize = self.specs(out, inner, found)["scales"].dtype.itemsize
         return packed_bytes(self.bits, self._group(inner), out, inner, itemsize, zero=not self.symmetric)
+
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
+        return int4_form(self.bits, self._group(inner), out, inner) if self.symmetric and self.in_order else None
 
     def _group(self, inner: int) -> int:
         return self.group or inner

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.gemm.packed_weight import Kind, Packed, pack_pairs
+from engine.kernels.moe.tiles import Form, groups_fit
 from engine.layers.quant.stored import (
     Found,
     Inputs,
@@ -75,6 +76,11 @@ def sides_refusal(bits: int, group: int, out: int, inner: int, *, along: int) ->
     return None
 
 
+def int4_form(bits: int, group: int, out: int, inner: int) -> Form | None:
+    """That of experts with symmetric weights whose columns are in order."""
+    return "int4" if bits == 4 and out % 16 == 0 and groups_fit(group, inner) else None
+
+
 @dataclass(frozen=True, slots=True)
 class PackQuantized(StoredFormat):
     bits: int
@@ -121,6 +127,11 @@ class PackQuantized(StoredFormat):
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         itemsize = self.specs(out, inner, found)["weight_scale"].dtype.itemsize
         return packed_bytes(self.bits, self._group(inner), out, inner, itemsize, zero=not self.symmetric)
+
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
+        if not self.symmetric or "weight_g_idx" in found or self.inputs is not None:
+            return None
+        return int4_form(self.bits, self._group(inner), out, inner)
 
     def _group(self, inner: int) -> int:
         return self.group or inner

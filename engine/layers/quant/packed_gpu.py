@@ -141,7 +141,7 @@ def _with_fp8(layer: Any) -> Gemm:
     if grouped.pair > 0 and int4_gemv.supports(layer.packed.parts[0], layer.weight.dtype):
         return Gemm(_on_rows, _on_fp8_rows, gemv=_int4_gemv, gemv_rows=int4_gemv.MOST_ROWS)
     if grouped.block_rows > 1 and grouped.group == grouped.block_rows:
-        return Gemm(_on_rows, _on_fp8_rows, gemv=_block_gemv)
+        return Gemm(_on_rows, _on_fp8_rows, gemv=_block_gemv, streamed=_blocks)
     return Gemm(_on_rows, _on_fp8_rows, gemv_rows=0)
 
 
@@ -185,6 +185,10 @@ def _block_gemv(layer: Any, x: torch.Tensor, **around: Any) -> torch.Tensor:
 
     grouped = layer.packed.grouped
     return small_batch.gemv(x, grouped.values, grouped.scale, layer.bias, block=grouped.group, **around)
+
+
+def _blocks(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.packed.grouped.values, layer.packed.grouped.scale
 
 
 # -- 16-bit activations ------------------------------------------------------------------------------------------------

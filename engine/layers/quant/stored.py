@@ -19,8 +19,10 @@ from torch import nn
 
 from engine.errors import ModelError
 from engine.kernels.gemm.packed_weight import Packed, dequantize, joined
+from engine.kernels.moe.tiles import SCALE_BLOCK, Form
 from engine.layers.quant import fp8
 from engine.layers.quant.base import ExpertLayer, ExpertMethod, LinearLayer, LinearMethod, Tensors
+from engine.layers.quant.packed_experts import stack
 from engine.layers.quant.packed_gpu import use_packed
 from engine.layers.quant.rounded_inputs import Inputs, round_rows, rounding_inputs
 from engine.layers.quant.unquantized import UNQUANTIZED
@@ -88,6 +90,10 @@ class StoredFormat(ABC):
         """Whether such a matrix is e4m3 with one scale for each output, as `--quantization fp8` makes it."""
         return False
 
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
+        """The form in which experts of this format stay quantised on a GPU (packed_experts.py)."""
+        return "rows" if self.is_fp8_per_row(out, inner) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -151,6 +157,14 @@ class _Parts:
     @property
     def is_fp8_per_row(self) -> bool:
         return all(p.format is not None and p.format.is_fp8_per_row(p.count, self.inner) for p in self.parts)
+
+    @property
+    def form(self) -> Form | None:
+        """That of all matrices, as experts."""
+        forms: set[Form | None] = {
+            None if p.format is None else p.format.stacks_as(p.count, self.inner, p.found) for p in self.parts
+        }
+        return forms.pop() if len(forms) == 1 else None
 
     def num_bytes(self) -> int:
         total = 0
@@ -225,16 +239,14 @@ def _use_fp8(layer: Any, matrices: Sequence[Packed | torch.Tensor]) -> None:
 class StoredExperts(ExpertMethod):
     """A stack of experts with a quantised matrix each (or two: gate and up).
 
-    The GPU's kernels for experts read fp8 with one scale for each output, or the model's dtype. So all other formats
-    are dequantised while they load; the memory plan counts them that way.
+    `form`: how they stay quantised on a GPU; None: they are dequantised while they load.
     """
 
     converts = True
-    fused = True
 
     def __init__(self, parts: Sequence[Part], inner: int, dtype: torch.dtype) -> None:
         self._parts = _Parts(parts, inner, dtype)
-        self.stays_fp8 = self._parts.is_fp8_per_row  # the kernels want both products of an expert in one format
+        self.form: Form | None = self._parts.form  # None, too, if the experts' other product has another form
 
     def create(self, layer: Any) -> None:
         layer.weight = empty_parameter(0, dtype=self._parts.dtype)
@@ -253,12 +265,12 @@ class StoredExperts(ExpertMethod):
         on_gpu = layer.weight.is_cuda
         shape = layer.num_experts, layer.out_features, layer.in_features
         matrices = self._parts.take(layer)
-        if on_gpu and self.stays_fp8:
-            with for_good():
-                (whole,) = joined([m for m in matrices if isinstance(m, Packed)])
-                layer.weight = nn.Parameter(whole.values.view(shape), requires_grad=False)
-                scale = whole.scale.float().view(shape[:2])
-                layer.scale = nn.Parameter(scale, requires_grad=False)
+        if on_gpu and self.form is not None:
+            packed = [m for m in matrices if isinstance(m, Packed)]
+            for part, matrix in zip(self._parts.parts, packed, strict=True):
+                if matrix.columns is not None:
+                    raise bad_values(part.name, "g_idx", msg("it reorders columns, and config.json says nothing of it"))
+            stack(layer, packed, self.form)
             return
         with for_good():
             weight = torch.empty(shape, dtype=self._parts.dtype, device=layer.weight.device)
@@ -273,6 +285,19 @@ class StoredExperts(ExpertMethod):
         return UNQUANTIZED.experts.apply(layer, round_rows(x, self._parts.inputs), expert, quantize=quantize)
 
     def num_bytes(self, layer: ExpertLayer) -> int:
-        if self.stays_fp8:
+        if self.form is not None:
+            if self.form == "blocks":  # the packed form has a scale for each row of a block
+                blocks = sum(-(-part.count // SCALE_BLOCK) for part in self._parts.parts)
+                weights = layer.num_experts * layer.out_features * layer.in_features
+                return weights + 4 * blocks * -(-layer.in_features // SCALE_BLOCK)
             return self._parts.num_bytes()
         return layer.num_experts * layer.out_features * layer.in_features * self._parts.dtype.itemsize
+
+    @property
+    def fused(self) -> bool:  # type: ignore[override]
+        return self.form != "int4"
+
+    @property
+    def stays_fp8(self) -> bool:
+        """Whether a GPU multiplies them as `--quantization fp8`."""
+        return self.form == "rows"

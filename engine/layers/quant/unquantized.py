@@ -22,6 +22,7 @@ from engine.layers.quant.base import (
     LinearMethod,
     Tensors,
     plain_gemv,
+    plain_weight,
 )
 from engine.layers.weight_memory import empty_parameter
 
@@ -118,7 +119,7 @@ def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 PLAIN = Gemm(_plain)
-ON_GPU = Gemm(_on_gpu, gemv=plain_gemv, library=True)
+ON_GPU = Gemm(_on_gpu, gemv=plain_gemv, streamed=plain_weight, library=True)
 
 
 class UnquantizedExperts(ExpertMethod):

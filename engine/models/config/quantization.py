@@ -235,7 +235,8 @@ def _gptq(raw: Mapping[str, Any], offset: int, where: str) -> Gptq:
     bits, group, symmetric = raw.get("bits"), raw.get("group_size", -1), raw.get("sym", True)
     if bits not in _GPTQ_BITS:
         raise unreadable(where, msg("{bits} bits", bits=bits))
-    return Gptq(int(bits), _group_size(group, "group", where), bool(symmetric), offset)
+    in_order = not raw.get("desc_act")
+    return Gptq(int(bits), _group_size(group, "group", where), bool(symmetric), offset, in_order=in_order)
 
 
 def _read_awq(raw: Mapping[str, Any]) -> Rule:

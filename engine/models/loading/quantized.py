@@ -80,11 +80,12 @@ def use_stored_formats(
 
 
 def _agree(*methods: ExpertMethod) -> None:
-    """The two products of experts stay in fp8 only together."""
-    if not all(isinstance(method, StoredExperts) and method.stays_fp8 for method in methods):
+    """The kernels want both products of an expert in one form."""
+    forms = {method.form if isinstance(method, StoredExperts) else None for method in methods}
+    if len(forms) > 1:
         for method in methods:
             if isinstance(method, StoredExperts):
-                method.stays_fp8 = False
+                method.form = None
 
 
 def stays_fp8(model: CausalLM) -> bool:

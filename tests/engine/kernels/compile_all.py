@@ -139,6 +139,31 @@ def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, fac
     )
 
 
+def experts_in_blocks(num_experts, top_k, hidden, inner, width, tokens, **options):
+    def weight(first, halves, rows, columns):
+        scale = torch.zeros(*first, halves * -(-rows // 128), -(-columns // 128))
+        return zeros(*first, halves * rows, columns, dtype=FP8), scale
+
+    (w13, scale13), (w2, scale2) = weight((num_experts,), 2, inner, hidden), weight((num_experts,), 1, hidden, inner)
+    x, routing = zeros(tokens, hidden), moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
+    moe_experts.routed_experts(x, *routing, w13, w2, scale13, scale2, **options)
+    if width:
+        dense = moe_decode.DenseBranch(*weight((), 2, width, hidden), *weight((), 1, hidden, width), zeros(1, hidden))
+        norm = moe_decode.Norm(zeros(hidden), 1e-6, 1.0)
+        moe_decode.sparse_block(
+            x, zeros(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, dense=dense, norm=norm, residual=x
+        )
+
+
+def experts_in_int4(num_experts, top_k, hidden, inner, group, tokens, **options):
+    def weight(rows, columns):
+        return zeros(num_experts, rows, columns // 2, dtype=torch.uint8), zeros(num_experts, rows, columns // group)
+
+    (w13, scale13), (w2, scale2) = weight(2 * inner, hidden), weight(hidden, inner)
+    routing = moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
+    moe_experts.routed_experts(zeros(tokens, hidden), *routing, w13, w2, scale13, scale2, **options)
+
+
 def delta():
     shape = gated_delta.DeltaShape(16, 48, 128, 128)
     qkv, ba, conv = zeros(70, 16384)[:, :10240], zeros(70, 96), zeros(10240, 4)
@@ -191,6 +216,9 @@ def run_all(gpu):
     sparse_block(8, 2, 2048, 768, 0, BF16, 2, factor=False)
     few_tokens(128, 8, 2048, 768, 0, BF16, 9, factor=False)
     few_tokens(8, 2, 2048, 512, 512, BF16, 40, factor=True)
+    for tokens in (2, 9, 300, 4100):
+        experts_in_int4(128, 8, 2816, 704, 32, tokens, gate="gelu_tanh")
+        experts_in_int4(128, 8, 2048, 512, 128, tokens)
     for kind, group, scales in (
         ("int4", 32, BF16), ("int4", 128, torch.float16), ("int4", 4096, BF16), ("int8", 64, BF16), ("fp8", 128, BF16),
         ("fp8", 128, torch.float32), ("fp4", 16, torch.float32), ("fp4", 32, BF16),
@@ -250,6 +278,13 @@ def with_fp8_weights(units):
     experts(128, 8, 2816, 704, FP8, 96)  # of a shape that was measured
     few_tokens(256, 8, 2048, 512, 512, FP8, 64, factor=True)
     few_tokens(128, 8, 2816, 704, 2112, FP8, 8, factor=False, gate="gelu_tanh", expert_scale=zeros(128))
+    experts_in_blocks(8, 4, 2048, 512, 512, 1)
+    experts_in_blocks(8, 4, 2048, 512, 512, 4)
+    experts_in_blocks(8, 4, 2816, 704, 0, 2, gate="gelu_tanh")
+    for tokens in (9, 100, 4100):
+        experts_in_blocks(128, 8, 2048, 512, 0, tokens)
+        experts_in_blocks(128, 8, 2816, 704, 0, tokens, gate="gelu_tanh")
+    experts_in_blocks(128, 8, 2048, 512, 0, 4100, fp8_activations=False)
     attend(128, 4, FP8)
     attend(128, 4, FP8, batch=64)
     attend(256, 7, FP8, window=100)

@@ -5,11 +5,16 @@ import quantized_files as files
 import torch
 from torch import nn
 
+from engine.kernels.moe import experts as moe_experts
+from engine.kernels.moe import reference as moe_reference
 from engine.layers.linear import Linear
+from engine.layers.moe import RoutedExperts
 from engine.layers.quant import stored
+from engine.layers.quant.float8 import Float8
 from engine.layers.quant.gptq import Gptq
 from engine.layers.quant.integers import PackQuantized
-from engine.layers.quant.stored import Part, Spec, StoredLinear
+from engine.layers.quant.packed_experts import stack
+from engine.layers.quant.stored import Part, Spec, StoredExperts, StoredLinear
 
 OUT, INNER = 32, 64
 
@@ -62,3 +67,43 @@ def test_outputs_in_another_order(kinds):
     layer, weight = made(kinds, order=torch.randperm(2 * OUT))
     x = torch.randn(3, INNER)
     torch.testing.assert_close(layer(x), x @ weight.t(), rtol=1e-4, atol=1e-4)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+NUM_EXPERTS, HIDDEN, WIDTH = 4, 320, 192
+BLOCKS = Float8("block", (128, 128), "weight_scale_inv"), files.float8("block", "weight_scale_inv")
+
+
+def filled(linear, form, writer, matrices):
+    """The layer as a GPU has it after loading, and the numbers of its matrices; `matrices` of each expert."""
+    rows, inner = linear.out_features // matrices, linear.in_features
+    parts, tensors, numbers = [], [], []
+    for i in range(linear.num_experts * matrices):
+        found, plain = writer((torch.randn(rows, inner) / inner**0.5).numpy())
+        specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
+        parts.append(Part(f"part{i}", i * rows, rows, form, specs))
+        tensors.append(found)
+        numbers.append(torch.tensor(plain.copy()))
+    method = StoredExperts(parts, inner, torch.float32)
+    linear.use(method)
+    for i, found in enumerate(tensors):
+        for name, tensor in found.items():
+            setattr(linear, f"part{i}_{name}", nn.Parameter(tensor.contiguous(), requires_grad=False))
+    assert method.form is not None
+    stack(linear, method._parts.take(linear), method.form)
+    assert linear.loaded_bytes == sum(p.nbytes for p in linear.parameters())
+    return torch.cat(numbers).view(linear.num_experts, linear.out_features, inner)
+
+
+@pytest.mark.parametrize("kind", [
+    BLOCKS, (PackQuantized(4, 32, True), files.pack_quantized(4, 32)), (Gptq(4, 64, True, 1), files.gptq(4, 64)),
+], ids=["blocks", "int4", "gptq"])  # fmt: skip
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_experts_stay_packed(kind, tokens):
+    torch.manual_seed(0)
+    experts = RoutedExperts(HIDDEN, WIDTH, NUM_EXPERTS)
+    plain = filled(experts.gate_up_proj, *kind, 2), filled(experts.down_proj, *kind, 1)
+    x, routing = torch.randn(tokens, HIDDEN).half(), moe_reference.choose_experts(torch.randn(tokens, NUM_EXPERTS), 2)
+    ours = moe_experts.routed_experts(x, *routing, *experts.stacks, fp8_activations=False)
+    torch.testing.assert_close(ours, moe_reference.routed_experts(x, *routing, *plain), rtol=1e-2, atol=5e-3)

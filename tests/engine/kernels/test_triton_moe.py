@@ -89,9 +89,20 @@ def test_no_routing_makes_more_blocks_than_the_list_holds():
             assert worst <= moe_tiles.max_blocks(tokens * top_k, num_experts, rows)
 
 
+def in_blocks(weights, halves):
+    """Random e4m3 numbers [E, N, K], and a scale for each 128 x 128 of them; each half has blocks of its own."""
+    num_experts, rows, columns = weights.shape
+    values = (weights * 100).to(FP8)
+    shape = num_experts, halves * -(-rows // halves // 128), -(-columns // 128)
+    return values, (0.5 + torch.rand(shape)) / 100
+
+
 def layer(num_experts, hidden, inner, dtype):
     w13 = torch.randn(num_experts, 2 * inner, hidden) / hidden**0.5
     w2 = torch.randn(num_experts, hidden, inner) / inner**0.5
+    if dtype == "blocks":
+        (w13, scale13), (w2, scale2) = in_blocks(w13, 2), in_blocks(w2, 1)
+        return {"w13": w13, "w2": w2, "scale13": scale13, "scale2": scale2}
     if dtype != FP8:
         return {"w13": w13.to(dtype), "w2": w2.to(dtype)}
     found = {}
@@ -113,12 +124,12 @@ def test_onto_the_residual(tokens):
     close(ours, kept + moe_experts.routed_experts(x, *routing, **arguments), 0)
 
 
-def compare(tokens, num_experts, top_k, hidden, inner, dtype, tol, gate="silu", tiles=None):
-    x = torch.randn(tokens, hidden + 16).to(torch.float32 if dtype == FP8 else dtype)[:, :hidden]
+def compare(tokens, num_experts, top_k, hidden, inner, dtype, tol, gate="silu", tiles=None, **options):
+    x = torch.randn(tokens, hidden + 16).to(torch.float32 if dtype in (FP8, "blocks") else dtype)[:, :hidden]
     weights, experts = moe_reference.choose_experts(torch.randn(tokens, num_experts), top_k)
     arguments = {"x": x, "weights": weights, "experts": experts, **layer(num_experts, hidden, inner, dtype)}
-    ours = moe_experts.routed_experts(**arguments, gate=gate, tiles=tiles)
-    reference = moe_reference.routed_experts(**arguments, gate=gate)
+    ours = moe_experts.routed_experts(**arguments, gate=gate, tiles=tiles, **options)
+    reference = moe_reference.routed_experts(**arguments, gate=gate, **options)
     assert reference.abs().mean() > 0.05
     close(ours, reference, tol)
 
@@ -150,6 +161,43 @@ def test_grouped_form_of_odd_sizes():
     tiles = Tiles(16, MatrixTiles(32, 32, 4, 2), MatrixTiles(32, 32, 4, 2))
     compare(9, 7, 2, 72, 40, torch.float32, 1e-5, tiles=tiles)
     compare(9, 7, 2, 64, 64, torch.float32, 1e-5, tiles=tiles)
+
+
+@pytest.mark.parametrize("hidden, inner", [(256, 128), (352, 200), (384, 320)])
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_scales_of_blocks(tokens, hidden, inner):
+    """Sides that fill their blocks, and sides that do not."""
+    compare(tokens, 5, 2, hidden, inner, "blocks", 1e-4 if tokens <= 4 else 2e-2)
+
+
+def test_scales_of_blocks_in_full_tiles():
+    compare(150, 2, 2, 256, 256, "blocks", 2e-2, gate="gelu_tanh")
+
+
+def in_int4(num_experts, rows, columns, group):
+    values = torch.randint(0, 256, (num_experts, rows, columns // 2), dtype=torch.uint8)
+    return values, ((0.5 + torch.rand(num_experts, rows, columns // group)) / columns**0.5 / 4).half()
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("group, hidden, inner", [(32, 384, 192), (128, 256, 128), (128, 384, 256), (0, 128, 192)])
+@pytest.mark.parametrize("tokens", [1, 3, 9, 70])
+def test_int4(tokens, group, hidden, inner, fp8):
+    """Groups of some numbers, or one for each output; steps of 128 columns and of 64, and outputs that fill no tile."""
+    x = (torch.randn(tokens, hidden + 16) / 2).half()[:, :hidden]
+    weights, experts = moe_reference.choose_experts(torch.randn(tokens, 4), 2)
+    w13, scale13 = in_int4(4, 2 * inner, hidden, group or hidden)
+    w2, scale2 = in_int4(4, hidden, inner, group or inner)
+    arguments = x, weights, experts, w13, w2, scale13, scale2
+    ours = moe_experts.routed_experts(*arguments, fp8_activations=fp8)
+    reference = moe_reference.routed_experts(*arguments, fp8_activations=fp8)
+    assert reference.abs().mean() > 0.05
+    close(ours, reference, 2e-2 if fp8 and tokens > 4 else 8e-3)
+
+
+@pytest.mark.parametrize("hidden, inner", [(256, 128), (352, 200)])
+def test_scales_of_blocks_and_activations_as_they_are(hidden, inner):
+    compare(9, 5, 2, hidden, inner, "blocks", 1e-4, fp8_activations=False)
 
 
 def test_a_broken_token_spoils_no_other():

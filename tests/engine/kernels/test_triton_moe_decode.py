@@ -24,9 +24,13 @@ def seed():
     torch.manual_seed(0)
 
 
-def weight(*shape, dtype):
-    """[.., N, K] in a dtype; of fp8 ones with their scales."""
+def weight(*shape, dtype, halves=1):
+    """[.., N, K] in a dtype; of fp8 ones with their scales. "blocks": fp8 with a scale for each 128 x 128 numbers."""
     values = torch.randn(*shape) / shape[-1] ** 0.5
+    if dtype == "blocks":
+        *first, rows, columns = shape
+        scale = 0.5 + torch.rand(*first, halves * -(-rows // halves // 128), -(-columns // 128))
+        return (values * 100).to(FP8), scale / 100
     if dtype != FP8:
         return values.to(dtype), None
     quantized, scale = pointwise_reference.quantize_rows(values.flatten(0, -2))
@@ -35,8 +39,8 @@ def weight(*shape, dtype):
 
 def block(num_experts, hidden, inner, width, dtype, *, factor):
     """Weights, as sparse_block takes them."""
-    plain = torch.float32 if dtype == FP8 else dtype
-    w13, scale13 = weight(num_experts, 2 * inner, hidden, dtype=dtype)
+    plain = torch.float32 if dtype in (FP8, "blocks") else dtype
+    w13, scale13 = weight(num_experts, 2 * inner, hidden, dtype=dtype, halves=2)
     w2, scale2 = weight(num_experts, hidden, inner, dtype=dtype)
     dense = None
     if width:
@@ -60,8 +64,9 @@ def reference(
     y = moe_reference.routed_experts(x, *routing, w13, w2, scale13, scale2, gate=gate)
     apart = None
     if dense is not None:
-        h = gemm_reference.gemv(of_dense, dense.gate_up, dense.gate_up_scale, gate=gate)
-        apart = gemm_reference.gemv(h, dense.down, dense.down_scale)
+        block = 128 if dense.down_scale is not None and dense.down_scale.dim() == 2 else 0
+        h = gemm_reference.gemv(of_dense, dense.gate_up, dense.gate_up_scale, gate=gate, block=block)
+        apart = gemm_reference.gemv(h, dense.down, dense.down_scale, block=block)
         if dense.factor is not None:
             y = y + gemm_reference.gemv(of_router, dense.factor).sigmoid() * apart
             apart = None
@@ -116,6 +121,23 @@ def test_dense_branch(tokens, dtype, tol):
         x, tol, **block(8, 88, 36, 100, dtype, factor=False), top_k=2, gate="gelu_tanh", for_router=for_router,
         for_dense=for_dense, expert_scale=torch.rand(8) + 0.5, tiles=SMALL,
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("dense", ["blocks", FP8, torch.float32])
+def test_scales_of_blocks(tokens, dense):
+    """Qwen3.6 in block fp8, and layers whose shared expert has another format; by rule and in small tiles."""
+    weights = block(7, 384, 200, 0, "blocks", factor=True)
+    weights["dense"] = block(1, 384, 8, 256, dense, factor=True)["dense"]
+    residual, norm = torch.randn(tokens, 384), Norm(torch.rand(384) - 0.5, 1e-6, 1.0)
+    for tiles in (None, SMALL):
+        compare(residual.clone(), 1e-4, **weights, top_k=3, norm=norm, residual=residual.clone(), tiles=tiles)
+
+
+def test_scales_of_blocks_and_a_dense_branch_of_its_own():
+    x, for_router, for_dense = torch.randn(3, 2, 256)
+    compare(x, 1e-4, **block(5, 256, 128, 384, "blocks", factor=False), top_k=2, gate="gelu_tanh",
+            for_router=for_router, for_dense=for_dense)  # fmt: skip
 
 
 @pytest.mark.parametrize("wide_offset", [None, 0.0, 1.0])

@@ -178,10 +178,23 @@ def test_a_quantised_model_is_planned_at_its_size(tmp_path):
     plan_engine(EngineConfig(tmp_path), _CARD)
 
 
-def test_dequantised_experts_are_planned_in_16_bits(tmp_path):
+def test_experts_in_blocks_of_fp8_are_planned_in_8_bits(tmp_path):
+    published(tmp_path, "qwen3.6-35b-a3b", files.fp8_config())
+    planned = weight_bytes(EngineConfig(tmp_path))[0]
+    online = weight_bytes(EngineConfig(BENCH / "qwen3.6-35b-a3b", quantization="fp8"))[0]
+    assert planned < online  # a scale for 128 x 128 numbers instead of one for each output
+    assert planned > 0.98 * online
+    plan_engine(EngineConfig(tmp_path), _CARD)
+
+
+def test_experts_are_planned_as_a_gpu_keeps_them(tmp_path):
+    """Symmetric int4 stays packed; with zero points, or columns in another order, it is dequantised."""
     bf16 = weight_bytes(EngineConfig(BENCH / "qwen3.6-35b-a3b"))[0]
-    published(tmp_path, "qwen3.6-35b-a3b", files.gptq_config(4, 128, dynamic=RULES))
-    assert weight_bytes(EngineConfig(tmp_path))[0] == bf16
+    experts = 40 * 256 * 3 * 512 * 2048
+    packed = experts * (4 + 16 / 128) / 8
+    for options, saved in (({}, experts * 2 - packed), ({"sym": False}, 0), ({"desc_act": True}, 0)):
+        published(tmp_path, "qwen3.6-35b-a3b", files.gptq_config(4, 128, dynamic=RULES, **options))
+        assert bf16 - weight_bytes(EngineConfig(tmp_path))[0] == saved
 
 
 def test_a_packed_model_takes_random_weights(tmp_path):
