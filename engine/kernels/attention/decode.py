@@ -74,7 +74,7 @@ def _decode_kernel(
     m = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
-    if SHARED:
+    if SHARED:  # noqa: SIM102 - decided when the kernel is compiled, the next one when it runs
         if split == 0:
             m, total, acc = _from_shared(
                 shared_part_ptr, shared_lse_ptr, b * HKV * G + h * G, first, G, GP, D, DP, SHARED_TILE, SHARED

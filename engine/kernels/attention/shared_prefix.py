@@ -62,8 +62,8 @@ def _prefix_kernel(
     if start >= end:
         return
     member = inside & (tokens > 0)
-    row = tl.max(tl.load(rows_ptr + seq, mask=member, other=0), 0)  # any member's pages: they are the same
-    table = table_ptr + row.to(tl.int64) * table_stride
+    row = tl.load(rows_ptr + seq, mask=member, other=0).to(tl.int64)
+    table = table_ptr + tl.max(row, 0) * table_stride  # any member's pages: they are the same
     d = tl.arange(0, DP)
     head = h * G + i % G
     mask = member[:, None] & (d < D)[None, :]
@@ -93,10 +93,15 @@ def pays(sequences: int, tokens: int) -> bool:
     return sequences >= LEAST_SEQUENCES and (sequences - 1) * tokens >= _LEAST_READ
 
 
+def least_tokens(sequences: int) -> int:
+    """The shortest prefix for which this can be so."""
+    return -(-_LEAST_READ // max(1, sequences - 1))
+
+
 def num_splits(batch: int, num_heads: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Slices of the prefix, so that every multiprocessor has one or two programs; a power of two, at most 16."""
+    """Slices of the prefix, so that nearly every multiprocessor has a program; a power of two, at most 16."""
     programs = num_kv_heads * triton.cdiv(batch, _sequences(num_heads // num_kv_heads))
-    wanted = max(1, 2 * multiprocessors // programs)
+    wanted = max(1, multiprocessors // programs)
     return min(_MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 

@@ -164,8 +164,8 @@ def test_padding_reads_nothing_of_the_prefix(splits):
 
 
 def test_num_splits_fills_the_card_and_no_more():
-    assert shared_prefix.num_splits(256, 32, 8, 132) == 4
-    assert shared_prefix.num_splits(64, 32, 8, 132) == 16
+    assert shared_prefix.num_splits(256, 32, 8, 132) == 2
+    assert shared_prefix.num_splits(64, 32, 8, 132) == 8
     assert shared_prefix.num_splits(8, 32, 8, 132) == 16
     assert shared_prefix.num_splits(1024, 32, 8, 132) == 1
 
