@@ -145,7 +145,7 @@ def attend_prefix(
     return Shared(shared, part, lse, splits, tile)
 
 
-def decode(
+def decode_shared(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,

@@ -2,9 +2,9 @@
 
     python run_shared_prefix.py
 
-Prints, as JSON, the tokens and their logprobs that requests got from the CPU's runner, from the GPU's, and from the GPU's
-without sharing, all in float32; and for each step of the GPU's, how many tokens each decoding sequence shared. Run by
-test_device_steps.py in a process of its own.
+Prints, as JSON, the tokens and their logprobs that requests got from the CPU's runner, from the GPU's, and from the
+GPU's without sharing, all in float32; and for each step of the GPU's, how many tokens each decoding sequence shared.
+Run by test_device_steps.py in a process of its own.
 """
 
 import json

@@ -81,7 +81,7 @@ def check(sequences, group, *, splits=1, prefix_splits=2, tol=2e-5, softcap=None
     q = sequences.queries(group)
     scale = q.shape[-1] ** -0.5 * (3 if softcap else 1)
     out = torch.full(q.shape, NAN, dtype=q.dtype)
-    shared_prefix.decode(
+    shared_prefix.decode_shared(
         q, sequences.k, sequences.v, sequences.rows, sequences.seq_lens, sequences.shared, sequences.table, out,
         splits=splits, prefix_splits=prefix_splits, scale=scale, softcap=softcap, **sequences.scales,
     )  # fmt: skip
@@ -156,7 +156,7 @@ def test_padding_reads_nothing_of_the_prefix(splits):
     none = torch.zeros(2, dtype=torch.int32)
     rows, shared = torch.cat((sequences.rows, none)), torch.cat((sequences.shared, none))
     lengths = torch.cat((sequences.seq_lens, none + 1))
-    out = shared_prefix.decode(
+    out = shared_prefix.decode_shared(
         padded, sequences.k, sequences.v, rows, lengths, shared, sequences.table, torch.full_like(padded, NAN),
         splits=splits, prefix_splits=2, scale=0.2,
     )  # fmt: skip
