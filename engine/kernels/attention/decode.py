@@ -12,7 +12,7 @@ begins with those partial results, and all slices lie behind the prefix.
 """
 
 import functools
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,11 +30,19 @@ from engine.kernels.attention.pages import (
 from engine.kernels.pointwise.kv_format import KvScale, is_fp8
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
-if TYPE_CHECKING:
-    from engine.kernels.attention.shared_prefix import Shared
-
 SMALL_BATCH = 8  # sequences
 _LARGEST_TILE = 74 << 10  # bytes of shared memory that the compiled kernel takes for 128 keys of 128 numbers
+
+
+class Shared(NamedTuple):
+    """Attention to the tokens that sequences share: for each query row and slice of these an output [D], without the
+    cache's value scale, and its log-sum-exp (base 2)."""
+
+    tokens: torch.Tensor  # [B] int32, how many each sequence shares: fewer than it has, perhaps 0
+    part: torch.Tensor    # [B Hq SPLITS, D] float32
+    lse: torch.Tensor     # [B Hq SPLITS] float32
+    splits: int
+    tile: int
 
 
 @kernel
@@ -200,7 +208,7 @@ def decode(
     v_scale: KvScale = 1.0,
     window: int | None = None,
     softcap: float | None = None,
-    shared: "Shared | None" = None,
+    shared: Shared | None = None,
     shortest: int = 0,
     tile: int = 0,
     num_warps: int = 4,

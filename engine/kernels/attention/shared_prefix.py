@@ -12,13 +12,11 @@ sequence's own tokens, so nothing has to be merged in a step of its own.
 A program whose sequences share nothing returns at once, so a captured grid serves any prefix.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention import decode as attention_decode
+from engine.kernels.attention.decode import Shared, decode
 from engine.kernels.attention.pages import attend_cached, for_cache, page_tile, pages_of, slice_tokens, tile_scales
 from engine.kernels.pointwise.kv_format import KvScale, is_fp8
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
@@ -28,17 +26,6 @@ LEAST_SEQUENCES = 8
 _LEAST_READ = 1 << 14  # tokens, over all sequences
 _ROWS = 128            # query rows of a program
 _MOST_SPLITS = 16
-
-
-class Shared(NamedTuple):
-    """What attention.decode continues from: for each query row and slice of the prefix an output [D] without the
-    cache's value scale, and its log-sum-exp (base 2)."""
-
-    tokens: torch.Tensor  # [B] int32
-    part: torch.Tensor    # [B Hq SPLITS, D] float32
-    lse: torch.Tensor     # [B Hq SPLITS] float32
-    splits: int
-    tile: int
 
 
 @kernel
@@ -165,6 +152,6 @@ def decode_shared(
     """attention.decode.decode of sequences of which some share a prefix."""
     common = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale, "softcap": softcap}
     prefix = attend_prefix(q, k_cache, v_cache, rows, shared, block_table, splits=prefix_splits, **common)
-    return attention_decode.decode(
+    return decode(
         q, k_cache, v_cache, rows, seq_lens, block_table, out, splits=splits, shared=prefix, **common
     )
