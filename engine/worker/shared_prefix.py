@@ -8,6 +8,7 @@ run's end is found by bisection.
 import numpy as np
 
 from engine.core.batch import StepPlan
+from engine.core.kv.pages import NULL_PAGE
 from engine.kernels.attention.shared_prefix import LEAST_SEQUENCES, least_tokens, pays
 
 
@@ -65,6 +66,7 @@ class SharedPrefixes:
         best, most = (np.zeros(0, dtype=np.int64), 0), 0
         while True:
             long = np.flatnonzero(whole >= depth)
+            long = long[self._tables[rows[long], depth - 1] != NULL_PAGE]  # what has no page is not shared
             if len(long) < LEAST_SEQUENCES:
                 return best
             last = self._tables[rows[long], depth - 1]

@@ -19,7 +19,7 @@ import triton.language as tl
 from engine.kernels.attention.decode import Shared, decode
 from engine.kernels.attention.pages import attend_cached, for_cache, page_tile, pages_of, slice_tokens, tile_scales
 from engine.kernels.pointwise.kv_format import KvScale, is_fp8
-from engine.kernels.runtime.launcher import kernel, wait_for_previous
+from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
 LARGEST_HEAD = 128  # numbers; the rows of larger heads would not leave room for two tiles of keys
 LEAST_SEQUENCES = 8
@@ -110,7 +110,7 @@ def attend_prefix(
     k_scale: KvScale = 1.0,
     v_scale: KvScale = 1.0,
     softcap: float | None = None,
-    tile: int = 64,
+    tile: int = 0,
     num_warps: int = 8,
     num_stages: int = 2,
 ) -> Shared:
@@ -119,6 +119,8 @@ def attend_prefix(
     kv_heads = k_cache.shape[2]
     group = num_heads // kv_heads
     seqs = _sequences(group)
+    if not tile:  # widening fp8 from its bits takes registers
+        tile = 32 if is_fp8(k_cache) and not target_of(q.device).fp8_units else 64
     part = torch.empty(batch * num_heads * splits, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
     _prefix_kernel(
