@@ -102,6 +102,9 @@ class EngineConfig:
     # A request's result has the same bits in any batch; slower (GPU only).
     batch_invariant: bool = setting(
         False, "the same bits for a request in any batch, at the price of speed ({default})", group="scheduling")
+    disable_cascade_attn: bool = setting(  # GPU only
+        False, "while answering, read a prefix that requests share separately for each of them ({default})",
+        group="scheduling")
 
     quantized_activations: Literal["auto", "none"] = setting(
         "auto", "round the activations of several tokens to fp8 where the weight is int4 or fp8 in blocks and the GPU "

@@ -19,7 +19,7 @@ _EXAMPLES = """examples:
 """
 # In a checkout only: a medium does not carry them.
 _AUTHOR = "engine.bench.author"
-_AUTHOR_COMMANDS = ("cpu", "profile", "load", "moe", "gemv", "delta", "schedule")
+_AUTHOR_COMMANDS = ("cpu", "profile", "load", "moe", "gemv", "delta", "cascade", "schedule")
 _AUTHOR_EXAMPLES = """
 of a checkout only:
   python -m engine.bench cpu --model SmolLM2-135M-Instruct            against transformers, a few minutes
@@ -30,6 +30,7 @@ of a checkout only:
   python -m engine.bench gemv --model DIR                             one row times each weight, alone
   python -m engine.bench schedule short prompts                       the scheduler alone, no device, no model
   python -m engine.bench delta --model DIR                            a recurrent layer, without its projections
+  python -m engine.bench cascade                                      a shared prefix, read once or for each sequence
 """
 
 

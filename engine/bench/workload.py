@@ -14,7 +14,7 @@ _TEMPERATURE = 0.6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="+", choices=[n for n in workloads.SHAPES if not n.startswith("cpu-")],
-                        metavar="NAME", help="mixed, mixed-small, single, prefill, streams-4 …")  # fmt: skip
+                        metavar="NAME", help="mixed, mixed-small, single, prefill, streams-4, shared-prefix …")
     parser.add_argument("--requests", type=int, help="only the first N requests of each workload")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each workload; the median counts (default 1)")
     add_engine_flags(parser)
@@ -25,11 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--disable-cascade-attn", action="store_true")
 
 
 def run(args: argparse.Namespace) -> list[report.Row]:
     shapes = [workloads.SHAPES[name] for name in args.names]
-    longest = max(s.tokens_in[1] + s.tokens_out[1] for s in shapes)
+    longest = max(s.longest for s in shapes)
     report.say("Loading …")
     begin = time.perf_counter()
     ours = Ours(
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype, per_layer_embeddings=args.per_layer_embeddings,
         max_model_len=args.max_model_len or longest, max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
-        batch_invariant=args.batch_invariant,
+        batch_invariant=args.batch_invariant, disable_cascade_attn=args.disable_cascade_attn,
     )  # fmt: skip
     ours.run(workloads.Workload("warm-up", [list(range(10, 74))] * 4, [8] * 4), temperature=_TEMPERATURE)
     first_answer = time.perf_counter() - begin
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         "engine": "atoll", "model": args.model.name, "dtype": args.dtype, "quantization": args.quantization,
         "kv_cache_dtype": args.kv_cache_dtype, "mamba_ssm_cache_dtype": args.mamba_ssm_cache_dtype,
         "per_layer_embeddings": args.per_layer_embeddings, "batch_invariant": args.batch_invariant,
+        "disable_cascade_attn": args.disable_cascade_attn,
         **report.machine(device), "temperature": _TEMPERATURE,
         "start_secs": round(ours.start_secs, 2), "first_answer_secs": round(first_answer, 2),
     }  # fmt: skip

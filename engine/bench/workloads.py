@@ -10,11 +10,17 @@ _HIGHEST_ID = 99_999  # so that all vocabularies of at least 100,000 tokens get 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`count` requests with uniformly random numbers of tokens in and out, bounds included."""
+    """`count` requests with uniformly random numbers of tokens in and out, bounds included. All prompts begin with the
+    same `common` tokens, which `tokens_in` does not count."""
 
     count: int
     tokens_in: tuple[int, int]
     tokens_out: tuple[int, int]
+    common: int = 0
+
+    @property
+    def longest(self) -> int:
+        return self.common + self.tokens_in[1] + self.tokens_out[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ SHAPES = {
     "streams-8": Shape(8, (512, 512), (256, 256)),
     "streams-16": Shape(16, (512, 512), (256, 256)),
     "prefill": Shape(16, (8192, 8192), (1, 1)),           # how fast prompts are read
+    "shared-prefix": Shape(256, (64, 128), (64, 64), 2048),  # one long system prompt for all
     "cpu-single": Shape(1, (32, 32), (128, 128)),
     "cpu-batch": Shape(64, (16, 128), (16, 128)),
 }
@@ -59,8 +66,9 @@ def draw(name: str, shape: Shape, vocab_size: int, seed: int = 0) -> Workload:
     """Random token ids in `shape`, drawn in this order from Python's `Random`."""
     rng = random.Random(seed)  # noqa: S311 - lengths and prompts, no secret
     highest = min(vocab_size - 1, _HIGHEST_ID)
+    common = [rng.randint(_LOWEST_ID, highest) for _ in range(shape.common)]
     prompts = []
     for _ in range(shape.count):
         length = rng.randint(*shape.tokens_in)
-        prompts.append([rng.randint(_LOWEST_ID, highest) for _ in range(length)])
+        prompts.append(common + [rng.randint(_LOWEST_ID, highest) for _ in range(length)])
     return Workload(name, prompts, [rng.randint(*shape.tokens_out) for _ in range(shape.count)])

@@ -112,7 +112,7 @@ class Attention(nn.Module):
         slot_mapping: torch.Tensor,
         batch: DeviceBatch,
     ) -> torch.Tensor:
-        from engine.kernels.attention import batch_invariant
+        from engine.kernels.attention import batch_invariant, shared_prefix
         from engine.kernels.attention import chunks as attention_chunks
         from engine.kernels.attention import decode as attention_decode
 
@@ -135,10 +135,17 @@ class Attention(nn.Module):
         single = tokens if batch.tiles is None else batch.num_single
         if single:
             splits = attention_decode.num_splits(single, self.num_kv_heads, batch.multiprocessors)
+            prefix = None
+            if batch.shared is not None and self.can_share:
+                prefix = shared_prefix.attend_prefix(
+                    q[:single], self.k_cache, self.v_cache, batch.rows[:single], batch.shared, batch.block_table,
+                    splits=shared_prefix.num_splits(single, self.num_heads, self.num_kv_heads, batch.multiprocessors),
+                    scale=self.scale, softcap=self.softcap, **self._kv_scales,
+                )  # fmt: skip
             attention_decode.decode(
                 q[:single], self.k_cache, self.v_cache, batch.rows[:single], batch.seq_lens[:single],
                 batch.block_table, out[:single], splits=splits, scale=self.scale, window=self.window,
-                softcap=self.softcap, **self._kv_scales,
+                softcap=self.softcap, shared=prefix, **self._kv_scales,
             )  # fmt: skip
         if batch.tiles is not None:
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
@@ -150,6 +157,13 @@ class Attention(nn.Module):
                 softcap=self.softcap, **self._kv_scales,
             )  # fmt: skip
         return out.view(tokens, -1)
+
+    @property
+    def can_share(self) -> bool:
+        """Whether decode attention can read a prefix once for the sequences that share it."""
+        from engine.kernels.attention.shared_prefix import LARGEST_HEAD
+
+        return self.window is None and self.head_dim <= LARGEST_HEAD and not self.batch_invariant
 
     @property
     def _kv_scales(self) -> dict[str, Any]:

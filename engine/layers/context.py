@@ -22,6 +22,8 @@ class DeviceBatch:
     starts, q_starts, counts [B]  position of the first token, its place in the step, how many (mixed steps)
     num_single            in a mixed step: how many sequences at its beginning have one token and no tiles; for them,
                           seq_lens and all else is as in a decode step
+    shared        [S]     how many tokens each of the S sequences with one token shares with others
+                          (attention.shared_prefix); None: decode attention reads every sequence's keys by itself
     has_own_keys          whether layers that borrow keys can read those of this step's tokens from the projection
     """
 
@@ -35,6 +37,7 @@ class DeviceBatch:
     q_starts: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     num_single: int = 0
+    shared: torch.Tensor | None = None
     has_own_keys: bool = True
 
 

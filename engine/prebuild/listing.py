@@ -41,7 +41,7 @@ def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
             keep_int4_copies(model, free)
         kernels_of_a_start(
             model, spec, resolve_kv_dtype(config, dtype), config.max_num_batched_tokens or tokens,
-            config.max_num_seqs or seqs, GPU,
+            config.max_num_seqs or seqs, GPU, share_prefixes=not config.disable_cascade_attn,
         )  # fmt: skip
     return set(jobs)
 

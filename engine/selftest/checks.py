@@ -40,6 +40,7 @@ class Side:
     dtype: torch.dtype
     attention: ModuleType = attention_reference
     single: ModuleType = attention_reference  # attention of sequences with one token
+    prefix: ModuleType = attention_reference  # and of those that share a prefix
     fused: ModuleType = pointwise_reference
     gemv: ModuleType = gemm_reference
     inputs: ModuleType = pointwise_reference
@@ -102,6 +103,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.attention import chunks as attention_chunks
     from engine.kernels.attention import decode as attention_decode
     from engine.kernels.attention import heads as attention_heads
+    from engine.kernels.attention import shared_prefix
     from engine.kernels.gemm import group_scaled, int4_gemv, packed, small_batch
     from engine.kernels.moe import experts as moe_experts
     from engine.kernels.pointwise import fused as pointwise_fused
@@ -110,9 +112,9 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.pointwise import quantize as pointwise_quantize
 
     return Side(
-        device, dtype, attention_chunks, attention_decode, pointwise_fused, small_batch, pointwise_inputs,
-        pointwise_quantize,
-        moe_experts, attention_heads, pointwise_norm, packed, int4_gemv, group_scaled, dry,
+        device, dtype, attention_chunks, attention_decode, shared_prefix, pointwise_fused, small_batch,
+        pointwise_inputs, pointwise_quantize, moe_experts, attention_heads, pointwise_norm, packed, int4_gemv,
+        group_scaled, dry,
     )  # fmt: skip
 
 
@@ -138,6 +140,24 @@ def decode(
         side.single.decode(
             q, pages.k, pages.v, pages.rows, side.ints(lengths), pages.table, out,
             splits=splits, **{"scale": dim**-0.5, **pages.scales, **options},
+        )  # fmt: skip
+    return [numbers(out, 2)]  # probabilities are rounded before they meet the values
+
+
+def decode_shared(
+    side: Side, *, dim: int, group: int, splits: int = 1, cache: torch.dtype | None = None, kv_heads: int = 2
+) -> list[Result]:
+    """Sequences that begin with the same pages, beside one that shares nothing."""
+    lengths, common, members = [370, 353, 900, 352 + 70, 333], 352, 4
+    pages = Pages(side, lengths, kv_heads, dim, cache)
+    pages.table[2 : members + 1, : common // PAGE] = pages.table[1, : common // PAGE].clone()
+    q = _queries(side, len(lengths), group * kv_heads, kv_heads, dim)
+    out = torch.full(q.shape, _NAN, dtype=side.dtype, device=side.device)
+    shared = side.ints([common] * members + [0] * (len(lengths) - members))
+    with side.clock():
+        side.prefix.decode_shared(
+            q, pages.k, pages.v, pages.rows, side.ints(lengths), shared, pages.table, out,
+            splits=splits, prefix_splits=4, scale=dim**-0.5, **pages.scales,
         )  # fmt: skip
     return [numbers(out, 2)]  # probabilities are rounded before they meet the values
 
@@ -409,6 +429,10 @@ def _attention_checks() -> Iterator[Check]:
         ("decode d512", decode, False, {"dim": 512, "group": 8, "splits": 8}),
         ("decode d128 fp8", decode, True, {"dim": 128, "group": 5, "splits": 8, "cache": FP8}),
         ("decode d128 int8", decode, False, {"dim": 128, "group": 5, "splits": 8, "cache": torch.int8}),
+        ("shared prefix d128", decode_shared, False, {"dim": 128, "group": 4}),
+        ("shared prefix d64", decode_shared, False, {"dim": 64, "group": 7, "splits": 4}),
+        ("shared prefix d128 fp8", decode_shared, True, {"dim": 128, "group": 5, "splits": 8, "cache": FP8}),
+        ("shared prefix d128 int8", decode_shared, False, {"dim": 128, "group": 5, "cache": torch.int8}),
         ("mixed d128", mixed, False, {"dim": 128, "group": 4}),
         ("mixed d64 window softcap", mixed, False, {"dim": 64, "group": 7, "window": 100, "softcap": 5.0}),
         ("mixed d80", mixed, False, {"dim": 80, "group": 1}),

@@ -256,7 +256,8 @@ def _measured_budget(
         if not config.enforce_eager:  # cuBLASLt keeps the code of every algorithm that it has run: half a gigabyte
             choose_matmuls(model, dtype, min(num_seqs, max_tokens), max_tokens)
         needs = measure_steps(
-            model, spec, kv_dtype, max_tokens, num_seqs, gpu.device, graphs=not config.enforce_eager
+            model, spec, kv_dtype, max_tokens, num_seqs, gpu.device, graphs=not config.enforce_eager,
+            share_prefixes=not config.disable_cascade_attn,
         )
     except torch.OutOfMemoryError:
         raise OutOfMemoryPlanError(
@@ -285,7 +286,7 @@ def _start_on_gpu(
     with torch.inference_mode():
         runner = DeviceRunner(
             model, plan.spec, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len,
-            max_num_tokens=max_tokens, device=gpu.device,
+            max_num_tokens=max_tokens, device=gpu.device, share_prefixes=not config.disable_cascade_attn,
         )  # fmt: skip
         runner.bind_cache(cache)
     runner.warm_up()

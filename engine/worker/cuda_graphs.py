@@ -27,6 +27,12 @@ def graph_sizes(max_batch: int) -> list[int]:
     return sorted({s for s in sizes if s < max_batch} | {min(max_batch, 1024)})
 
 
+def shared_prefix_sizes(max_batch: int) -> list[int]:
+    """Batch sizes of the graphs for sequences that share a prefix. There are few: such a step saves more than padding
+    costs it, and each graph costs time at the start."""
+    return [s for s in graph_sizes(max_batch) if s in (16, 32) or s % 64 == 0 or s == max_batch >= 8]
+
+
 class Graphs(Generic[Key]):
     """`step(key)` recorded for each of `keys`, largest first. `fill(key)` prepares its inputs."""
 
@@ -64,11 +70,11 @@ class Graphs(Generic[Key]):
 
 
 class DecodeGraphs(Graphs[int]):
-    """`decode(size)` recorded for every size of `graph_sizes`."""
+    """`decode(size)` recorded for every one of `sizes`, which are ascending."""
 
-    def __init__(self, decode: Callable[[int], torch.Tensor], max_batch: int, pool: Pool | None = None) -> None:
-        self.sizes = graph_sizes(max_batch)
-        super().__init__(decode, reversed(self.sizes), pool, warm_up=_WARM_UP)
+    def __init__(self, decode: Callable[[int], torch.Tensor], sizes: list[int], pool: Pool | None = None) -> None:
+        self.sizes = sizes
+        super().__init__(decode, reversed(sizes), pool, warm_up=_WARM_UP)
         self._next = [0] * (self.sizes[-1] + 1)
         for batch in range(len(self._next)):
             self._next[batch] = next(s for s in self.sizes if s >= batch)

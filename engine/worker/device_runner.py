@@ -24,11 +24,12 @@ from engine.layers.attention import Attention, tile_tokens
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
-from engine.worker.cuda_graphs import DecodeGraphs, MixedGraphs
+from engine.worker.cuda_graphs import DecodeGraphs, MixedGraphs, graph_sizes, shared_prefix_sizes
 from engine.worker.mixed_step import MOST_CHUNKS, MixedForm, MixedShape, MixedStep, form_of, shapes_within
 from engine.worker.pooling import Pooler, needs_all_states, unpack
 from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
+from engine.worker.shared_prefix import SharedPrefixes
 from engine.worker.staging import ROOM_FOR_CHANGES, Staging, aligned, check_addressable, head_words
 from engine.worker.table_updates import send_updates
 
@@ -74,7 +75,10 @@ class DeviceRunner:
         max_model_len: int,
         max_num_tokens: int,
         device: torch.device,
+        share_prefixes: bool = True,
     ) -> None:
+        """`share_prefixes`: decode attention reads a prefix once for the sequences that share it, where that is faster.
+        """
         self.model = model
         self.device = device
         self.dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)  # fp8 weights aside
@@ -112,7 +116,10 @@ class DeviceRunner:
         self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
         self._numbers = torch.arange(size, dtype=torch.int32, device=device)
         self._states = None if self.state_slots is None else torch.zeros(size, **ints)
+        self._share_prefixes = share_prefixes
+        self.prefixes: SharedPrefixes | None = None  # None: no layer can read a prefix once for several sequences
         self.graphs: DecodeGraphs | None = None
+        self.shared_graphs: DecodeGraphs | None = None  # of sequences that share a prefix
         self.mixed_graphs: MixedGraphs | None = None
 
     def bind_cache(self, cache: Cache) -> None:
@@ -128,6 +135,11 @@ class DeviceRunner:
                 for layer in self.attention_layers if layer.group == group
             )  # fmt: skip
         self.tile_sizes = sorted(set(self.tile_tokens))
+        groups = {layer.group for layer in self.attention_layers if layer.can_share}
+        if groups and self._share_prefixes:
+            (group,) = groups  # that of the layers without a window
+            rows, width = self.block_tables.shape[1:]
+            self.prefixes = SharedPrefixes(rows, width, self.page_size, group)
         if self.state_slots is not None:
             self.state_slots.fill_(cache.padding_slot)
 
@@ -136,7 +148,13 @@ class DeviceRunner:
         """Record decode steps of the usual sizes, and small mixed steps. Call it after `bind_cache`."""
         self.mixed_graphs = MixedGraphs(self.mixed_of, self.fill_mixed, self.mixed_shapes())
         self.staging.device_words.zero_()
-        self.graphs = DecodeGraphs(self._decode, max_batch, self.mixed_graphs.pool)
+        self.graphs = DecodeGraphs(self._decode, graph_sizes(max_batch), self.mixed_graphs.pool)
+        if sizes := self.shared_prefix_sizes(max_batch):
+            self.shared_graphs = DecodeGraphs(self._decode_shared, sizes, self.graphs.pool)
+
+    def shared_prefix_sizes(self, max_batch: int) -> list[int]:
+        """The sizes of decode steps with a shared prefix that have graphs."""
+        return [] if self.prefixes is None else shared_prefix_sizes(max_batch)
 
     def mixed_shapes(self) -> list[MixedShape]:
         """The shapes of mixed steps that have graphs. (Padding tokens have positions, too.)"""
@@ -173,6 +191,8 @@ class DeviceRunner:
                 self.cache.copy_state(init.state_from, init.slot)
         rows = np.array([s.row for s in plan.seqs])
         starts = np.array([s.start for s in plan.seqs])
+        if self.prefixes is not None:
+            self.prefixes.note(plan)
         if plan.num_tokens == len(plan.seqs):
             hidden, columns, sampling, whole, pooled = self._decode_step(plan, rows, starts)
         else:
@@ -227,7 +247,9 @@ class DeviceRunner:
         if prompt log-probabilities are wanted, and the embeddings of prompts that end.
         """
         batch = len(rows)
-        size = batch if self.graphs is None else self.graphs.size_for(batch)
+        shared = None if self.prefixes is None else self.prefixes.find(rows, starts)
+        graphs, step = (self.graphs, self._decode) if shared is None else (self.shared_graphs, self._decode_shared)
+        size = batch if graphs is None else graphs.size_for(batch)
         stage = self.staging
         stage.begin()
         width = aligned(size)
@@ -236,12 +258,11 @@ class DeviceRunner:
         words[:2, batch:size] = 0
         words[0, :batch], words[1, :batch] = rows, starts
         self.sampler.fill(words[2:], rows, starts + 1)
+        if shared is not None:
+            stage.put(_padded(shared, size))
         send_updates(plan, self.staging, self.token_ids, self.block_tables, self.state_slots)
         device = stage.device_words
-        if self.graphs is not None and self.graphs.has(size):
-            hidden = self.graphs.replay(size)
-        else:
-            hidden = self._decode(size)
+        hidden = graphs.replay(size) if graphs is not None and graphs.has(size) else step(size)
         whole = hidden if any(s.prompt_logprobs is not None for s in plan.seqs) else None
         sampling = np.arange(batch)
         if not all(s.samples for s in plan.seqs):  # a last chunk of one token
@@ -259,12 +280,20 @@ class DeviceRunner:
     def _to_device(self, indices: np.ndarray | list[int]) -> torch.Tensor:
         return torch.as_tensor(indices, dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
 
-    def _decode(self, size: int) -> torch.Tensor:
+    def _decode_shared(self, size: int) -> torch.Tensor:
+        """`_decode` of sequences of which some share a prefix: how many tokens each does stands behind the columns."""
+        at = (2 + NUM_COLUMNS) * aligned(size)
+        return self._decode(size, self.staging.device_words[at : at + size])
+
+    def _decode(self, size: int, shared: torch.Tensor | None = None) -> torch.Tensor:
         """Forward of `size` sequences with one token each, whose rows and positions head the device's words."""
         words = self.staging.device_words
         rows, positions = words[:size], words[aligned(size) : aligned(size) + size]
         states = self._gather(rows, positions, size)
-        batches = [DeviceBatch(rows, self._seq_lens[:size], table, self.multiprocessors) for table in self.block_tables]
+        batches = [
+            DeviceBatch(rows, self._seq_lens[:size], table, self.multiprocessors, shared=shared)
+            for table in self.block_tables
+        ]
         if self.batch_invariant:
             batches = [
                 replace(self._alone(batch, positions), tile_tokens=tokens)
@@ -281,17 +310,21 @@ class DeviceRunner:
         """Like `_decode_step`, for steps in which some sequences have several tokens."""
         counts = np.array([s.num_tokens for s in plan.seqs])
         step = MixedStep.of(rows, starts, counts, self.tile_sizes, all_tiled=self.batch_invariant)
+        shared = None
         places = np.arange(len(counts))
         wants_all = any(s.prompt_logprobs is not None for s in plan.seqs) or needs_all_states(plan)
         shape = None if self.mixed_graphs is None or wants_all else self.mixed_graphs.shape_for(step)
         if shape is not None:
             places[step.singles :] += shape.singles - step.singles
             step = step.padded(shape, self.tile_sizes)
+        elif self.prefixes is not None:  # small steps have graphs, without sharing: there is little to save
+            shared = self.prefixes.find(rows[: step.singles], starts[: step.singles])
         sampling = np.flatnonzero([s.samples for s in plan.seqs])
 
         stage = self.staging
         stage.begin()
         self._put_step(step)
+        shared_at = 0 if shared is None else stage.put(shared)
         width = aligned(max(1, len(sampling)))
         columns_at = stage.take(NUM_COLUMNS * width)
         columns = stage.words[columns_at : columns_at + NUM_COLUMNS * width].reshape(NUM_COLUMNS, width)
@@ -309,7 +342,8 @@ class DeviceRunner:
         if shape is not None and self.mixed_graphs is not None:
             hidden = self.mixed_graphs.replay(shape)
         else:
-            hidden = self._mixed(step.form, whole=wants_all)
+            of_singles = None if shared is None else words[shared_at : shared_at + step.singles]
+            hidden = self._mixed(step.form, whole=wants_all, shared=of_singles)
         column = words[columns_at : columns_at + NUM_COLUMNS * width].view(NUM_COLUMNS, width)
         states = hidden.index_select(0, words[hidden_at : hidden_at + len(last)])
         count, whole = len(sampling), hidden if wants_all else None
@@ -324,9 +358,11 @@ class DeviceRunner:
         for each in (step.rows, step.starts, q_starts, step.counts, *(tiles.reshape(-1) for tiles in step.tiles)):
             stage.put(each)
 
-    def _mixed(self, form: MixedForm, *, whole: bool = False) -> torch.Tensor:
+    def _mixed(
+        self, form: MixedForm, *, whole: bool = False, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Forward of a mixed step of this form, whose arrays head the device's words: the hidden state of the last
-        token of each sequence, or of all tokens."""
+        token of each sequence, or of all tokens. `shared`: how many tokens each single sequence shares."""
         words, at = self.staging.device_words, 0
 
         def take(count: int) -> torch.Tensor:
@@ -341,7 +377,7 @@ class DeviceRunner:
         batches = [
             DeviceBatch(
                 seq_rows, self._seq_lens[: form.sequences], table, self.multiprocessors, tiles[size], size, starts,
-                q_starts, counts, num_single=form.singles,
+                q_starts, counts, num_single=form.singles, shared=shared,
             )
             for table, size in zip(self.block_tables, self.tile_tokens, strict=True)
         ]  # fmt: skip
@@ -355,7 +391,7 @@ class DeviceRunner:
         def last_only() -> ForwardContext:
             """Like a decode step: each sequence has one token, its last."""
             lengths = (starts + counts).clamp_(min=1)  # padding may be a sequence without tokens
-            alone = [replace(b, seq_lens=lengths, tiles=None, num_single=0) for b in batches]
+            alone = [replace(b, seq_lens=lengths, tiles=None, num_single=0, shared=None) for b in batches]
             if self.batch_invariant:
                 alone = [replace(self._alone(b, lengths - 1), has_own_keys=False) for b in alone]
             return self._context((lengths - 1).long(), alone, None)
@@ -416,3 +452,8 @@ class DeviceRunner:
                     found[i].append(part)
             q_start += seq.num_tokens
         return found
+
+
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    """`values`, with zeros up to `size`."""
+    return np.pad(values, (0, size - len(values)))

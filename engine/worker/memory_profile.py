@@ -42,6 +42,7 @@ def measure_steps(
     device: torch.device,
     *,
     graphs: bool,
+    share_prefixes: bool = True,
 ) -> StepNeeds:
     """`model` has its weights, and no pages are allocated yet. Gives all of the measurement's own memory back.
 
@@ -50,7 +51,9 @@ def measure_steps(
     count = min(max_num_seqs, max_num_tokens)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
-    runner, cache, steps = _prepared(model, spec, kv_dtype, max_num_tokens, max_num_seqs, device)
+    runner, cache, steps = _prepared(
+        model, spec, kv_dtype, max_num_tokens, max_num_seqs, device, share_prefixes=share_prefixes
+    )
     compile_steps(runner, count, _with_prompts(steps, runner, max_num_tokens, max_num_seqs))
     torch.cuda.empty_cache()
     ours = torch.cuda.memory_allocated(device) - before
@@ -62,8 +65,11 @@ def measure_steps(
         runner.collect(runner.sample(runner.forward(plan)))
     runner.warm_up()
     probes = _spread(graph_sizes(count)) if graphs else {}
+    shared = runner.shared_prefix_sizes(count) if graphs else []
     for size in probes.values():
         runner._decode(size)
+    for size in shared[-1:]:
+        runner._decode_shared(size)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
@@ -73,7 +79,7 @@ def measure_steps(
         _first_graph(device)
         torch.cuda.empty_cache()
     in_use = _in_use(device) - ours
-    for_graphs = _measure_graphs(runner, probes, graph_sizes(count), device) if graphs else 0
+    for_graphs = _measure_graphs(runner, probes, graph_sizes(count), shared, device) if graphs else 0
 
     for layer in runner.attention_layers:
         del layer.k_cache, layer.v_cache
@@ -85,17 +91,19 @@ def measure_steps(
 @torch.inference_mode()
 def kernels_of_a_start(
     model: CausalLM, spec: CacheSpec, kv_dtype: torch.dtype, max_num_tokens: int, max_num_seqs: int,
-    device: torch.device,
+    device: torch.device, *, share_prefixes: bool = True,
 ) -> set[Job]:  # fmt: skip
     """What `measure_steps` compiles, and with it whatever a start runs. No weight is read and no kernel is launched."""
-    runner, _, steps = _prepared(model, spec, kv_dtype, max_num_tokens, max_num_seqs, device)
+    runner, _, steps = _prepared(
+        model, spec, kv_dtype, max_num_tokens, max_num_seqs, device, share_prefixes=share_prefixes
+    )
     plans = _with_prompts(steps, runner, max_num_tokens, max_num_seqs)
     return needed_kernels(runner, min(max_num_seqs, max_num_tokens), plans)
 
 
 def _prepared(
     model: CausalLM, spec: CacheSpec, kv_dtype: torch.dtype, max_num_tokens: int, max_num_seqs: int,
-    device: torch.device,
+    device: torch.device, *, share_prefixes: bool,
 ) -> tuple[DeviceRunner, Cache, list[StepPlan]]:  # fmt: skip
     """A runner with the real number of rows and one page, and the steps that need most."""
     count = min(max_num_seqs, max_num_tokens)
@@ -103,7 +111,7 @@ def _prepared(
     longest = max(lengths)
     runner = DeviceRunner(
         model, spec, num_rows=max_num_seqs + 1, max_model_len=longest + 2, max_num_tokens=max_num_tokens,
-        device=device,
+        device=device, share_prefixes=share_prefixes,
     )  # fmt: skip
     cache = Cache(spec, 1, kv_dtype, device)
     runner.bind_cache(cache)
@@ -158,25 +166,31 @@ def _first_graph(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def _measure_graphs(runner: DeviceRunner, probes: dict[int, int], sizes: list[int], device: torch.device) -> int:
-    """Bytes that all graphs will take, from a few of them.
+def _measure_graphs(
+    runner: DeviceRunner, probes: dict[int, int], sizes: list[int], shared: list[int], device: torch.device
+) -> int:
+    """Bytes that all graphs will take, from a few of them. `shared`: the sizes for sequences that share a prefix.
 
     The pool holds what the largest graph needs, which the others share, and the hidden states of each. The driver's
     records have about the same size for all decode steps, which have the same kernels, and for all shapes of mixed
-    steps.
+    steps. Steps with a shared prefix have one kernel more a layer; the largest of them is the only one measured.
     """
     in_use, reserved = _in_use(device), torch.cuda.memory_reserved(device)
     shapes = runner.mixed_shapes()
     mixed = MixedGraphs(runner.mixed_of, runner.fill_mixed, shapes[-1:])
     mixed_records = _records(mixed, shapes[-1:], device, in_use, reserved)
     runner.staging.device_words.zero_()
-    decode = DecodeGraphs(lambda turn: runner._decode(probes[turn]), max(probes), mixed.pool)
+    decode = DecodeGraphs(lambda turn: runner._decode(probes[turn]), graph_sizes(max(probes)), mixed.pool)
     decode_records = _records(decode, probes, device, in_use + mixed_records, reserved)
+    of_shared = 0
+    if shared:
+        graph = DecodeGraphs(runner._decode_shared, shared[-1:], mixed.pool)
+        of_shared = _GRANULE + _records(graph, graph.sizes, device, in_use + mixed_records + decode_records, reserved)
     pool = torch.cuda.memory_reserved(device) - reserved
-    rows = sum(sizes) - sum(set(probes.values())) + sum(s.singles + s.tokens for s in shapes[:-1])
+    rows = sum(sizes) - sum(set(probes.values())) + sum(shared[:-1]) + sum(s.singles + s.tokens for s in shapes[:-1])
     hidden = rows * runner.model.config.hidden_size * runner.dtype.itemsize
     of_mixed, of_decode = mixed_records + _GRANULE, -(-(decode_records + _GRANULE) // len(probes))
-    return pool + hidden + of_mixed * len(shapes) + of_decode * len(sizes)
+    return pool + hidden + of_mixed * len(shapes) + of_decode * len(sizes) + of_shared * len(shared)
 
 
 def _records(graphs: Graphs[Key], keys: Iterable[Key], device: torch.device, in_use: int, reserved: int) -> int:

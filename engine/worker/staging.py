@@ -2,6 +2,7 @@
 
     | row [n] | position [n] | of sequences, tiles | sampling columns [C, m] | last tokens | changes | runs |
       n = padded batch size (decode) or number of tokens (mixed); what is not in columns only mixed steps have
+      where sequences share a prefix: how many tokens each does, after the columns (decode) or before them (mixed)
 
 The words that a graph reads come first, always at the same place; `head_words` bounds them for any step. The changes of
 the request table come last. Their number has no useful bound: a prompt found in the prefix cache takes one token of a
@@ -32,10 +33,11 @@ def aligned(count: int) -> int:
 def head_words(tokens: int, sequences: int, tiles: Sequence[int], columns: int) -> int:
     """The most words before the changes, in a step of at most so many tokens, sequences and tiles (of each size).
 
-    A decode step has less: rows and positions of its sequences, and their columns.
+    A decode step has less: rows and positions of its sequences, their columns, and what each shares.
     """
-    # Row and position of each token. Of each sequence: row, start, place, count, columns, and where its last token is.
-    words = 2 * aligned(tokens) + (4 + columns + 1) * aligned(sequences)
+    # Row and position of each token. Of each sequence: row, start, place, count, what it shares, columns, and where its
+    # last token is.
+    words = 2 * aligned(tokens) + (5 + columns + 1) * aligned(sequences)
     return words + sum(aligned(2 * count) for count in tiles)
 
 

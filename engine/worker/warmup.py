@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from engine.core.batch import StepPlan
+from engine.kernels.attention import shared_prefix
 from engine.kernels.attention.decode import SMALL_BATCH, num_splits
 from engine.kernels.gemm import autotune, cublaslt, group_scaled
 from engine.kernels.gemm.small_batch import PRODUCT_ROWS
@@ -48,6 +49,8 @@ def needed_kernels(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPla
     with recording() as jobs:
         for size in _decode_sizes(runner, max_batch):
             runner._decode(size)
+        for size in _shared_sizes(runner, max_batch):
+            runner._decode_shared(size)
         for size in sorted(kinds_of_steps(runner.model, len(runner._ids), target_of(runner.device))):
             runner._decode(size)
         for shape in runner.mixed_shapes():
@@ -97,6 +100,23 @@ def _decode_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
         for batch in range(1, max_batch + 1):
             variant = num_splits(batch, heads, runner.multiprocessors), batch <= SMALL_BATCH
             if variant not in seen:
+                seen.add(variant)
+                sizes.add(batch)
+    return sorted(sizes)
+
+
+def _shared_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
+    """Batch sizes that cover every variant of attention to sequences that share a prefix."""
+    if runner.prefixes is None:
+        return []
+    sizes, seen = set(), set()
+    for layer in runner.attention_layers:
+        heads, key_heads = layer.num_heads, layer.num_kv_heads
+        for batch in range(shared_prefix.LEAST_SEQUENCES, max_batch + 1):
+            splits = num_splits(batch, key_heads, runner.multiprocessors)
+            prefix_splits = shared_prefix.num_splits(batch, heads, key_heads, runner.multiprocessors)
+            variant = heads, key_heads, splits, prefix_splits, batch <= SMALL_BATCH
+            if layer.can_share and variant not in seen:
                 seen.add(variant)
                 sizes.add(batch)
     return sorted(sizes)

@@ -188,7 +188,7 @@ SETTINGS = frozenset({
     "tensor-parallel-size", "seed", "load-format", "mamba-ssm-cache-dtype", "per-layer-embeddings", "shutdown-timeout",
     "max-restarts", "log-level", "log-format", "access-log", "disable-access-log", "generation-config", "api-key-file",
     "ssl-certfile", "ssl-keyfile", "allow-plain-http", "uds", "scheduling-policy", "stream-interval",
-    "async-scheduling", "batch-invariant",
+    "async-scheduling", "batch-invariant", "disable-cascade-attn",
 })  # fmt: skip
 
 

@@ -6,15 +6,27 @@ The G = Hq / Hkv query heads that share a key head are the rows of one tile, so 
 Grid (B, Hkv, SPLITS): a program attends to one slice of the sequence; the last of a sequence's programs to finish
 merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Programs with an empty slice return at once,
 so one captured grid serves any length.
+
+Where sequences share a prefix, attention.shared_prefix has attended to it before. The first slice of a sequence then
+begins with those partial results, and all slices lie behind the prefix.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention.pages import attend_cached, for_cache, page_tile, pages_of, tile_scales, whole_scale
+from engine.kernels.attention.pages import (
+    attend_cached,
+    for_cache,
+    page_tile,
+    pages_of,
+    slice_tokens,
+    tile_scales,
+    whole_scale,
+)
 from engine.kernels.pointwise.kv_format import KvScale, is_fp8
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
@@ -22,13 +34,25 @@ SMALL_BATCH = 8  # sequences
 _LARGEST_TILE = 74 << 10  # bytes of shared memory that the compiled kernel takes for 128 keys of 128 numbers
 
 
+class Shared(NamedTuple):
+    """Attention to the tokens that sequences share: for each query row and slice of these an output [D], without the
+    cache's value scale, and its log-sum-exp (base 2)."""
+
+    tokens: torch.Tensor  # [B] int32, how many each sequence shares: fewer than it has, perhaps 0
+    part: torch.Tensor    # [B Hq SPLITS, D] float32
+    lse: torch.Tensor     # [B Hq SPLITS] float32
+    splits: int
+    tile: int
+
+
 @kernel
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
+    shared_ptr, shared_part_ptr, shared_lse_ptr,
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, SHARED_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -37,6 +61,9 @@ def _decode_kernel(
     if WINDOW:
         first = tl.maximum(seq_len - window, 0)
     aligned = first // TILE * TILE
+    if SHARED:
+        first = tl.load(shared_ptr + b)
+        aligned = first
     per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS), SHORTEST // TILE)
     start = aligned + split * per_split * TILE
     end = tl.minimum(start + per_split * TILE, seq_len)
@@ -55,6 +82,11 @@ def _decode_kernel(
     m = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
+    if SHARED:  # noqa: SIM102 - decided when the kernel is compiled, the next one when it runs
+        if split == 0:
+            m, total, acc = _from_shared(
+                shared_part_ptr, shared_lse_ptr, b * HKV * G + h * G, first, G, GP, D, DP, SHARED_TILE, SHARED
+            )
     pages = pages_of(table, start, first, end, PAGE, TILE)
     for at in range(start, end, TILE):
         k, v, live = page_tile(
@@ -78,6 +110,31 @@ def _decode_kernel(
     if arrived == used - 1:
         _merge(part_ptr, lse_ptr, out_ptr, b * HKV * G + h * G, used, G, GM, D, DP, SPLITS)
         tl.store(arrived_ptr + b * HKV + h, 0)
+
+
+@triton.jit
+def _from_shared(
+    part_ptr, lse_ptr, first_head, length,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Maxima, sums and outputs of a sequence's queries after its shared prefix of `length` tokens, which may be 0."""
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    s = tl.arange(0, SPLITS)
+    used = tl.cdiv(length, tl.maximum(slice_tokens(length, TILE, SPLITS), 1))
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    slot = (first_head + g).to(tl.int64) * SPLITS
+    there = (g < G)[:, None] & (s < used)[None, :]
+    lse = tl.load(lse_ptr + slot[:, None] + s[None, :], mask=there, other=-float("inf"))
+    top = tl.max(lse, 1)
+    weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top)[:, None])
+    acc = tl.zeros([GP, DP], tl.float32)
+    for at in range(0, used, 4):
+        for i in tl.static_range(4):  # unrolled, so that the loads are in flight together
+            at_part = part_ptr + (slot + at + i)[:, None] * D + d[None, :]
+            part = tl.load(at_part, mask=mask & (at + i < used), other=0.0)
+            acc += part * tl.sum(tl.where((s == at + i)[None, :], weight, 0.0), 1)[:, None]
+    return top, tl.sum(weight, 1), acc
 
 
 @triton.jit
@@ -151,6 +208,7 @@ def decode(
     v_scale: KvScale = 1.0,
     window: int | None = None,
     softcap: float | None = None,
+    shared: Shared | None = None,
     shortest: int = 0,
     tile: int = 0,
     num_warps: int = 4,
@@ -161,7 +219,7 @@ def decode(
     `splits`, a power of two (see `num_splits`), is the number of programs that share a sequence and a key head. If it
     is above one, B Hq splits (D + 1) float32 numbers of scratch come from torch's allocator, inside a CUDA graph, too.
     Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice has at least `shortest`
-    keys.
+    keys. `shared`: what attention.shared_prefix computed of the sequences' first tokens; then there is no window.
     """
     batch, num_heads, dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -175,12 +233,15 @@ def decode(
         assert batch * kv_heads <= len(arrived)
         part = torch.empty(batch * num_heads * splits, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
+    assert shared is None or window is None
     _decode_kernel(
         (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
+        *((None, None, None) if shared is None else (shared.tokens, shared.part, shared.lse)),
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
         DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=is_fp8(k_cache),
-        SOFTCAP=softcap is not None, WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, SHARED=0 if shared is None else shared.splits,
+        SHARED_TILE=0 if shared is None else shared.tile, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

@@ -3,6 +3,8 @@
 For comparison only: simple and slow. A CPU serves with reference.py.
 """
 
+from typing import Any
+
 import torch
 
 from engine.kernels.pointwise.kv_format import KvScale
@@ -30,6 +32,24 @@ def decode(
         key, value = _sequence(k_cache, v_cache, block_table[row], length, k_scale, v_scale)
         out[i : i + 1] = _attend(q[i : i + 1], key, value, length - 1, scale, window, softcap)
     return out
+
+
+def decode_shared(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    shared: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    splits: int = 1,
+    prefix_splits: int = 1,
+    **options: Any,
+) -> torch.Tensor:
+    """attention.shared_prefix.decode_shared: what is shared changes nothing."""
+    return decode(q, k_cache, v_cache, rows, seq_lens, block_table, out, **options)
 
 
 def mixed(

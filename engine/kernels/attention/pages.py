@@ -122,6 +122,12 @@ def tile_scales(
 
 
 @triton.jit
+def slice_tokens(length, TILE: tl.constexpr, SPLITS: tl.constexpr):
+    """Tokens of a slice, if SPLITS programs share `length` tokens: whole tiles, so the last slices may be empty."""
+    return tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
+
+
+@triton.jit
 def whole_scale(v_ptr, scale):
     """The factor of all cached values, with which an output is multiplied at the end."""
     if v_ptr.dtype.element_ty == tl.int8:  # each value has had its own

@@ -232,7 +232,7 @@ def step_ms(decode: Callable[[], torch.Tensor]) -> float:
     """Milliseconds of a step captured as the engine captures it: the best mean of some consecutive steps."""
     from engine.worker.cuda_graphs import DecodeGraphs
 
-    graphs = DecodeGraphs(lambda _: decode(), 1)
+    graphs = DecodeGraphs(lambda _: decode(), [1])
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
     for _ in range(_TURNS):

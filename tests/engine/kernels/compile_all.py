@@ -28,6 +28,7 @@ from engine.kernels.attention import batch_invariant as attention_batch_invarian
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads as attention_heads
+from engine.kernels.attention import shared_prefix
 from engine.kernels.gemm import batch_invariant, group_scaled, int4_gemv, packed, scaled_kernel, small_batch
 from engine.kernels.gemm.packed_weight import Packed
 from engine.kernels.moe import decode as moe_decode
@@ -61,6 +62,11 @@ def attend(dim, group, cache, *, batch=4, **options):
     n, table = numbers(batch), numbers(batch, 4)
     options = {"scale": 0.1, **options}
     attention_decode.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
+    if dim <= shared_prefix.LARGEST_HEAD and "window" not in options:
+        for splits in (1, 4):
+            shared_prefix.decode_shared(
+                q, kv, kv, n, n, n, table, torch.empty_like(q), splits=splits, prefix_splits=8 // splits, **options
+            )
     if batch > attention_decode.SMALL_BATCH:
         return
     block_q = attention_chunks.query_rows(dim, q.device) // group

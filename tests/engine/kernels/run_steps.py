@@ -42,17 +42,19 @@ def main(family):
     print(json.dumps(said))
 
 
-def as_on_gpu(on_cpu, config):
+def as_on_gpu(on_cpu, config, seqs=4, **options):
     stand_in_for_a_gpu()
     from engine.worker.cache import Cache
     from engine.worker.device_runner import DeviceRunner
 
     model, spec, memory = on_cpu.runner.model, on_cpu.runner.cache.spec, on_cpu.kv.memory
-    runner = DeviceRunner(model, spec, num_rows=5, max_model_len=MAX_LEN, max_num_tokens=BUDGET, device=CPU)
+    runner = DeviceRunner(
+        model, spec, num_rows=seqs + 1, max_model_len=MAX_LEN, max_num_tokens=BUDGET, device=CPU, **options
+    )
     with torch.inference_mode():
         runner.bind_cache(Cache(spec, on_cpu.runner.cache.num_slabs, torch.float32, CPU))
     return EngineCore(
-        config, runner, memory=memory, max_model_len=MAX_LEN, max_num_seqs=4,
+        config, runner, memory=memory, max_model_len=MAX_LEN, max_num_seqs=seqs,
         max_num_batched_tokens=BUDGET, vocab_size=model.config.vocab_size, depth=2,
     )  # fmt: skip
 

@@ -13,15 +13,35 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma4-e2b"])  # the second has layers that go on with the last tokens
-def test_steps_score_as_on_the_cpu(family):
+def said_by(*command):
     paths = (HERE.parents[2], HERE.parents[1] / "gpu", HERE)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, HERE / "run_steps.py", family]
+    command = [sys.executable, HERE / command[0], *command[1:]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def assert_alike(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4-e2b"])  # the second has layers that go on with the last tokens
+def test_steps_score_as_on_the_cpu(family):
+    said = said_by("run_steps.py", family)
     assert [len(request) for request in said["cpu"]] == [2, 3, 4]
-    for on_cpu, on_gpu in zip(said["cpu"], said["gpu"], strict=True):
-        assert [token for token, _ in on_gpu] == [token for token, _ in on_cpu]
-        assert [score for _, score in on_gpu] == pytest.approx([score for _, score in on_cpu], abs=1e-3)
+    assert_alike(said["gpu"], said["cpu"])
+
+
+def test_answers_do_not_depend_on_whether_a_shared_prefix_is_read_once():
+    said = said_by("run_shared_prefix.py")
+    assert [len(request) for request in said["cpu"]] == list(range(20, 8, -1))
+    assert_alike(said["gpu"], said["cpu"])
+    assert_alike(said["gpu"], said["alone"])
+    shared = [step for step in said["shared"] if step is not None]
+    assert {tokens for step in shared for tokens in step} == {0, 48}, "three whole pages, or nothing"
+    assert max(map(sum, shared)) == 48 * 10
+    assert min(map(len, shared)) >= 8
+    assert any(0 in step for step in shared)

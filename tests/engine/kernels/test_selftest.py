@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
-from engine.kernels.attention import heads
+from engine.kernels.attention import heads, shared_prefix
 from engine.kernels.gemm import small_batch
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts
@@ -36,7 +36,8 @@ def run(*names, dtype=torch.float32, with_fp8=True):
 
 
 KERNELS = [
-    (attention_decode, "decode"), (attention_chunks, "mixed"), (small_batch, "gemv"), (small_batch, "small_batch_gemm"),
+    (attention_decode, "decode"), (shared_prefix, "decode_shared"), (attention_chunks, "mixed"),
+    (small_batch, "gemv"), (small_batch, "small_batch_gemm"),
     (experts, "routed_experts"), (heads, "heads_and_write_kv"), (moe_decode, "_experts"), (gated_delta, "decode"),
     (gated_delta, "prefill"), (sampler, "sample_rows"), (logprobs, "logprobs"),
 ]  # fmt: skip
@@ -137,6 +138,8 @@ def spoil(monkeypatch, module, name, which=None):
         ("decode d128", attention_decode, "decode", None),
         ("decode d128 fp8", attention_decode, "decode", None),
         ("decode d512", attention_decode, "decode", None),
+        ("shared prefix d128", shared_prefix, "decode_shared", None),
+        ("shared prefix d128 int8", shared_prefix, "decode_shared", None),
         ("mixed d64 window softcap", attention_chunks, "mixed", None),
         ("mixed d512", attention_chunks, "mixed", None),
         ("product 1 row", small_batch, "gemv", None),

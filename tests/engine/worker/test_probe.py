@@ -43,11 +43,12 @@ def test_probes_reach_from_the_smallest_graph_to_the_largest(probe, batch):
 
 
 def test_a_few_graphs_tell_what_all_will_take(probe, monkeypatch):
-    """A pool of 130 MiB that all share; once it has run, a decode graph takes 3 MiB of the driver, another 5. The
-    driver takes 2 MiB at a time, so four graphs, or one, may be about to need 2 more."""
+    """A pool of 137 MiB that all share; once it has run, a decode graph takes 3 MiB of the driver, another 5. The
+    driver takes 2 MiB at a time, so four graphs, or one, may be about to need 2 more. With a shared prefix the largest
+    graph stands for all."""
     from engine.worker.mixed_step import MixedShape
 
-    state = SimpleNamespace(reserved=20 * GIB, driver=GIB, decoded=[], filled=[])
+    state = SimpleNamespace(reserved=20 * GIB, driver=GIB, decoded=[], shared=[], filled=[])
 
     class Graphs:
         def replay(self, key):
@@ -65,12 +66,13 @@ def test_a_few_graphs_tell_what_all_will_take(probe, monkeypatch):
     class DecodeGraphs(Graphs):
         record = 3 * MIB
 
-        def __init__(self, decode, max_batch, pool):
+        def __init__(self, decode, sizes, pool):
             assert pool == "shared"
             assert words.sum() == 0, "what mixed steps read stands there no more"
-            for size in reversed(probe.graph_sizes(max_batch)):
+            self.sizes = sizes
+            for size in reversed(sizes):
                 decode(size)
-            state.reserved += 30 * MIB
+            state.reserved += 30 * MIB if len(sizes) > 1 else 7 * MIB
 
     monkeypatch.setattr(probe, "DecodeGraphs", DecodeGraphs)
     monkeypatch.setattr(probe, "MixedGraphs", MixedGraphs)
@@ -81,15 +83,18 @@ def test_a_few_graphs_tell_what_all_will_take(probe, monkeypatch):
     model, words = SimpleNamespace(config=SimpleNamespace(hidden_size=1024)), torch.ones(8)
     shapes = [MixedShape(0, 32), MixedShape(0, 64), MixedShape(8, 64)]
     runner = SimpleNamespace(
-        _decode=state.decoded.append, mixed_of=lambda shape: None, fill_mixed=state.filled.append,
-        mixed_shapes=lambda: shapes, staging=SimpleNamespace(device_words=words), model=model, dtype=torch.bfloat16,
+        _decode=state.decoded.append, _decode_shared=state.shared.append, mixed_of=lambda shape: None,
+        fill_mixed=state.filled.append, mixed_shapes=lambda: shapes, staging=SimpleNamespace(device_words=words),
+        model=model, dtype=torch.bfloat16,
     )  # fmt: skip
 
     sizes = probe.graph_sizes(256)
     probes = probe._spread(sizes)
-    found = probe._measure_graphs(runner, probes, sizes, DEVICE)
+    found = probe._measure_graphs(runner, probes, sizes, [16, 64, 256], DEVICE)
     assert state.filled == [shapes[-1]]
     assert state.decoded[0] == 256, "the largest first: its pool serves the others"
-    hidden = 2048 * (sum(sizes) - sum(probes.values()) + 32 + 64)
+    assert state.shared == [256]
+    hidden = 2048 * (sum(sizes) - sum(probes.values()) + 16 + 64 + 32 + 64)
     assert len(probes) == 4
-    assert found == 130 * MIB + hidden + (3 * 4 + 2) * MIB // 4 * len(sizes) + (5 + 2) * MIB * len(shapes)
+    of_decode, of_shared, of_mixed = (3 * 4 + 2) * MIB // 4, (3 + 2) * MIB, (5 + 2) * MIB
+    assert found == 137 * MIB + hidden + of_decode * len(sizes) + of_shared * 3 + of_mixed * len(shapes)
