@@ -23,5 +23,11 @@ class UnnormedRows(NamedTuple):
     eps: float
     offset: float | None = None  # of a WideRMSNorm, which multiplies by offset + weight
 
+    def normed(self) -> torch.Tensor:
+        """The rows after the norm, for layers that cannot apply it."""
+        from engine.kernels.pointwise.norm import rms_norm
+
+        return rms_norm(self.values, self.weight, self.eps, wide_offset=self.offset)
+
 
 Activations = torch.Tensor | QuantizedRows | UnnormedRows

@@ -276,8 +276,10 @@ class SparseMLP(nn.Module):
     def onto(self, residual: torch.Tensor, x: Activations) -> torch.Tensor | None:
         """Like RoutedExperts.onto. fp8 rows come with the plain ones, which the router reads."""
         if isinstance(x, UnnormedRows):
-            self._decode(x, residual)
-            return None
+            if self.fits_decode(x.values.shape[0]):
+                self._decode(x, residual)
+                return None
+            x = x.normed()
         plain = x if isinstance(x, torch.Tensor) else x.plain
         assert plain is not None
         if isinstance(x, torch.Tensor) and self.fits_decode(x.shape[0]):

@@ -133,6 +133,8 @@ class SharedExpertMLP(SparseMLP):
         return y.addcmul_(self.shared_expert_gate(x).sigmoid(), self.shared_expert(x))
 
     def onto(self, residual: torch.Tensor, x: Activations) -> torch.Tensor | None:
+        if isinstance(x, UnnormedRows) and not self.fits_decode(x.values.shape[0]):
+            x = x.normed()
         y = super().onto(residual, x)
         if isinstance(x, UnnormedRows):
             return y

@@ -64,7 +64,7 @@ class SharedPrefixes:
         template that all requests begin with must not hide a long document of some, so several depths are tried."""
         depth = -(-least_tokens(len(rows)) // self._page_size)
         best, most = (np.zeros(0, dtype=np.int64), 0), 0
-        while True:
+        while depth <= self._tables.shape[1]:
             long = np.flatnonzero(whole >= depth)
             long = long[self._tables[rows[long], depth - 1] != NULL_PAGE]  # what has no page is not shared
             if len(long) < LEAST_SEQUENCES:
@@ -77,3 +77,4 @@ class SharedPrefixes:
             if pays(count, depth * self._page_size) and (count - 1) * depth > most:
                 best, most = (long[last == pages[counts.argmax()]], depth), (count - 1) * depth
             depth *= 2
+        return best

@@ -22,7 +22,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.gemm.tiles import GemmShape, vector_tiles
-from engine.kernels.gemm.weight_stream import first_scales, scales_at, scales_of_block
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, target_of, wait_for_previous
@@ -43,22 +42,14 @@ def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_products(sums, w, xs, scales, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
     """sums[m] + w x[m] for each row m: w [BLOCK_N, BLOCK_K]; sums [BLOCK_N, BLOCK_K / PART] add up PART neighbours,
-    which one thread holds, multiplied by the scale of their block of columns, if there is one."""
+    which one thread holds."""
     wide = widened(w, tl.float32)
-    if BLOCK > 0:
-        part = tl.arange(0, w.shape[1] // PART)[None, :]
-        scale = tl.zeros([1, w.shape[1] // PART], tl.float32) + scales[0]
-        for g in tl.static_range(1, w.shape[1] // BLOCK):
-            scale = tl.where(part >= g * (BLOCK // PART), scales[g], scale)
     result = ()
     for m in tl.static_range(ROWS):
         products = tl.reshape(wide * xs[m][None, :], [w.shape[0], w.shape[1] // PART, PART])
-        added = tl.sum(products, 2)
-        if BLOCK > 0:
-            added = added * scale
-        result = result + (sums[m] + added,)  # noqa: RUF005 - Triton's tuples
+        result = result + (sums[m] + tl.sum(products, 2),)  # noqa: RUF005 - Triton's tuples
     return result
 
 
@@ -79,18 +70,16 @@ def _vector_product(
     up = w
     if GATE is not None:
         up = tl.load(up_at, mask=mask, other=0.0)
-    scale_at = scales_at(scale_ptr, program * BLOCK_N, K, BLOCK)
-    up_scale_at = scales_at(scale_ptr, N + program * BLOCK_N, K, BLOCK)
-    scales = first_scales(scale_at, 1, N, K, BLOCK_K, 1, BLOCK)
-    up_scales = ()
-    if GATE is not None:
-        up_scales = first_scales(up_scale_at, 1, N, K, BLOCK_K, 1, BLOCK)
     # Requested now because they are needed at the end, where each load would wait for the memory.
     scale, bias = _of_outputs(scale_ptr, bias_ptr, n, n_live, BLOCK)
     up_scale = scale
     up_bias = bias
     if GATE is not None:
         up_scale, up_bias = _of_outputs(scale_ptr, bias_ptr, N + n, n_live, BLOCK)
+    scales = _of_blocks(scale_ptr, program * BLOCK_N, K, BLOCK_K, BLOCK)
+    up_scales = scales
+    if GATE is not None:
+        up_scales = _of_blocks(scale_ptr, N + program * BLOCK_N, K, BLOCK_K, BLOCK)
     if IN_ORDER and PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -109,17 +98,11 @@ def _vector_product(
     for at in tl.static_range(0, K, BLOCK_K):
         next_w = w
         next_up = up
-        next_scales = ()
-        next_up_scales = ()
         if at + BLOCK_K < K:  # load the next block while this one is multiplied
             mask = n_live[:, None] & (k < K - at - BLOCK_K)[None, :]
             next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
-            if BLOCK > 0:
-                next_scales = scales_of_block(scale_at, at // BLOCK_K + 1, 1, N, K, BLOCK_K, BLOCK)
             if GATE is not None:
                 next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
-                if BLOCK > 0:
-                    next_up_scales = scales_of_block(up_scale_at, at // BLOCK_K + 1, 1, N, K, BLOCK_K, BLOCK)
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + at + k, mask=at + k < K, other=0.0).to(tl.float32) + offset
         xs = ()
@@ -131,13 +114,13 @@ def _vector_product(
             if norm_ptr is not None:
                 x = x * norm
             xs = xs + (x,)  # noqa: RUF005
-        sums = _add_products(sums, w, xs, scales, ROWS, PART, BLOCK)
+        own = _in_blocks(xs, scales, at // BLOCK_K, ROWS, BLOCK)
+        sums = _add_products(sums, w, own, ROWS, PART)
         w = next_w
-        scales = next_scales
         if GATE is not None:
-            up_sums = _add_products(up_sums, up, xs, up_scales, ROWS, PART, BLOCK)
+            own = _in_blocks(xs, up_scales, at // BLOCK_K, ROWS, BLOCK)
+            up_sums = _add_products(up_sums, up, own, ROWS, PART)
             up = next_up
-            up_scales = next_up_scales
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         factor = 1.0
@@ -150,6 +133,34 @@ def _vector_product(
         if residual_ptr is not None:
             y = (y.to(tl.float32) + before[m].to(tl.float32)).to(dtype)
         tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
+
+
+@triton.jit
+def _of_blocks(scale_ptr, first, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr):
+    """The scales of all columns in the block of outputs that begin at `first`, one tensor for each BLOCK_K columns.
+    Like W they do not depend on the previous kernel. Loaded where they are used, each would wait for the memory. A
+    thread keeps one number of each tensor, because its neighbouring columns share a scale."""
+    scales = ()
+    if BLOCK > 0:
+        GROUPS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        for at in tl.static_range(0, K, BLOCK_K):
+            k = at + tl.arange(0, BLOCK_K)
+            scale = tl.load(scale_ptr + first // BLOCK * GROUPS + k // BLOCK, mask=k < K, other=0.0)
+            scales = scales + (scale,)  # noqa: RUF005 - Triton's tuples
+    return scales
+
+
+@triton.jit
+def _in_blocks(xs, scales, at: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of x, multiplied by the scales of their columns: cheaper than scaling W, because a program's outputs
+    share them. Without blocks, x as it is."""
+    if BLOCK == 0:
+        return xs
+    else:
+        result = ()
+        for m in tl.static_range(ROWS):
+            result = result + (xs[m] * scales[at],)  # noqa: RUF005
+        return result
 
 
 @triton.jit

@@ -35,10 +35,11 @@ def first_blocks(w_at, live, K: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.c
 
 @triton.jit
 def scales_at(scale_ptr, first, K: tl.constexpr, GROUP: tl.constexpr):
-    """Where the scales of the block of rows that has row `first` are."""
+    """Where the scales of the block of rows that has row `first` are; nothing that is used if GROUP is 0."""
     if GROUP > 0:
-        scale_ptr = scale_ptr + first // GROUP * ((K + GROUP - 1) // GROUP)
-    return scale_ptr
+        return scale_ptr + first // GROUP * ((K + GROUP - 1) // GROUP)
+    else:
+        return first  # Triton 3.6 cannot return None
 
 
 @triton.jit

@@ -83,3 +83,11 @@ def test_a_new_owner_of_a_row_is_noticed(prefixes):
 def test_pages_of_another_group_say_nothing(prefixes):
     give(prefixes, [COMMON + own(3, 100 * row) for row in range(1, 21)], group=1)
     assert found(prefixes, range(1, 21), [2060] * 20) is None, "the null page is not shared"
+
+
+def test_tables_that_are_shorter_than_what_pays():
+    from engine.worker.shared_prefix import SharedPrefixes
+
+    narrow = SharedPrefixes(num_rows=20, width=4, page_size=PAGE, group=0)
+    give(narrow, [own(4, 100)] * 16)
+    assert found(narrow, range(1, 17), [60] * 16) is None
