@@ -134,7 +134,7 @@ class Attention(nn.Module):
             return out.view(tokens, -1)
         single = tokens if batch.tiles is None else batch.num_single
         if single:
-            splits = attention_decode.num_splits(single, self.num_kv_heads, self.head_dim, batch.multiprocessors)
+            splits = attention_decode.num_splits(single, self.num_kv_heads, batch.multiprocessors)
             prefix = None
             if batch.shared is not None and self.can_share:
                 prefix = shared_prefix.attend_prefix(

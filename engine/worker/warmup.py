@@ -13,7 +13,7 @@ import torch
 
 from engine.core.batch import StepPlan
 from engine.kernels.attention import shared_prefix
-from engine.kernels.attention.decode import kind_of_batch, num_splits
+from engine.kernels.attention.decode import SMALL_BATCH, num_splits
 from engine.kernels.gemm import autotune, cublaslt, group_scaled
 from engine.kernels.gemm.small_batch import PRODUCT_ROWS
 from engine.kernels.runtime.compile_ahead import compile_ahead
@@ -95,10 +95,10 @@ def _decode_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
     """Batch sizes that cover every variant of GEMMs and of decode attention."""
     rows = (*PRODUCT_ROWS, group_scaled.MANY_ROWS) if _meets_fp8_rows(runner.model) else PRODUCT_ROWS
     sizes = {size for size in rows if size <= len(runner._ids)}
-    for heads, dim in {(layer.num_kv_heads, layer.head_dim) for layer in runner.attention_layers}:
+    for heads in {layer.num_kv_heads for layer in runner.attention_layers}:
         seen = set()
         for batch in range(1, max_batch + 1):
-            variant = num_splits(batch, heads, dim, runner.multiprocessors), kind_of_batch(batch)
+            variant = num_splits(batch, heads, runner.multiprocessors), batch <= SMALL_BATCH
             if variant not in seen:
                 seen.add(variant)
                 sizes.add(batch)
@@ -113,9 +113,9 @@ def _shared_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
     for layer in runner.attention_layers:
         heads, key_heads = layer.num_heads, layer.num_kv_heads
         for batch in range(shared_prefix.LEAST_SEQUENCES, max_batch + 1):
-            splits = num_splits(batch, key_heads, layer.head_dim, runner.multiprocessors)
+            splits = num_splits(batch, key_heads, runner.multiprocessors)
             prefix_splits = shared_prefix.num_splits(batch, heads, key_heads, runner.multiprocessors)
-            variant = heads, key_heads, splits, prefix_splits, kind_of_batch(batch)
+            variant = heads, key_heads, splits, prefix_splits, batch <= SMALL_BATCH
             if layer.can_share and variant not in seen:
                 seen.add(variant)
                 sizes.add(batch)

@@ -75,7 +75,7 @@ class Layers:
     def plain(self, multiprocessors: int) -> list[Callable[[], object]]:
         from engine.kernels.attention import decode
 
-        splits = decode.num_splits(len(self.q), self.heads.key, self.q.shape[-1], multiprocessors)
+        splits = decode.num_splits(len(self.q), self.heads.key, multiprocessors)
         return [
             lambda k=k, v=v: decode.decode(
                 self.q, k, v, self.rows, self.lengths, self.table, self.out, splits=splits, scale=0.1
@@ -89,7 +89,7 @@ class Layers:
         """`tail`: also each sequence's own tokens. `options`: of the kernel that reads the prefix."""
         from engine.kernels.attention import decode, shared_prefix
 
-        splits = decode.num_splits(len(self.q), self.heads.key, self.q.shape[-1], multiprocessors)
+        splits = decode.num_splits(len(self.q), self.heads.key, multiprocessors)
         prefix_splits = shared_prefix.num_splits(len(self.q), self.heads.query, self.heads.key, multiprocessors)
         chosen = {"splits": prefix_splits, **options}
 

@@ -31,7 +31,6 @@ from engine.kernels.pointwise.kv_format import KvScale, is_fp8
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 SMALL_BATCH = 8  # sequences
-_FEWEST = 2      # sequences that take as many, and as small, slices as there can be
 _LARGEST_TILE = 74 << 10  # bytes of shared memory that the compiled kernel takes for 128 keys of 128 numbers
 
 
@@ -164,22 +163,15 @@ def _merge(
     tl.store(out_ptr + (first_head + g)[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def num_splits(batch: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> int:
-    """Slices per sequence, so that every multiprocessor has a few programs; a power of two, at most 64. Programs of
-    wide heads have more bytes in flight, so half as many are enough.
+def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
+    """Slices per sequence, so that every multiprocessor has a few programs; a power of two, at most 64.
 
     Choose it by the padded batch size of a captured graph, not by lengths: a slice beyond a sequence's end costs only
     one load. Every slice but the last is a whole number of tiles, so short sequences simply leave slices empty. The
     number of slices changes the last bits of a result, because it changes the order of summation.
     """
-    programs = (2 if head_dim > 128 and batch > _FEWEST else 4) * multiprocessors
-    wanted = max(1, programs // max(1, batch * num_kv_heads))
+    wanted = max(1, 4 * multiprocessors // max(1, batch * num_kv_heads))
     return min(64, 1 << (wanted.bit_length() - 1))
-
-
-def kind_of_batch(batch: int) -> int:
-    """Batches of one kind have the same tiles."""
-    return (batch > _FEWEST) + (batch > SMALL_BATCH)
 
 
 @functools.cache
@@ -191,17 +183,14 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
-def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int, int]:
-    """Keys per iteration, pipeline depth and warps, tuned on an H100. Iterations are small for few sequences, so that
-    more programs have work, and where `shared` memory is small, because two programs must fit."""
-    ample = shared >= 2 * _LARGEST_TILE
-    if batch > _FEWEST and padded_dim == 256 and ample:
-        return 32, 3, 8
+def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int]:
+    """Keys per iteration and pipeline depth, tuned on an H100. Iterations are small for few sequences, so that more
+    programs have work, and where `shared` memory is small, because two programs must fit."""
     if batch <= SMALL_BATCH:
-        return max(16, min(32, 4096 // padded_dim)), 3, 4
+        return max(16, min(32, 4096 // padded_dim)), 3
     if padded_dim <= 128 and itemsize == 2:
-        return (128 if ample else 64), 2, 4
-    return max(16, min(64, 8192 // padded_dim)), 3, 4
+        return (128 if shared >= 2 * _LARGEST_TILE else 64), 2
+    return max(16, min(64, 8192 // padded_dim)), 3
 
 
 def decode(
@@ -237,7 +226,7 @@ def decode(
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(dim)
     if not tile:
-        tile, num_stages, num_warps = _decode_tile(batch, padded, k_cache.element_size(), shared_memory(q.device))
+        tile, num_stages = _decode_tile(batch, padded, k_cache.element_size(), shared_memory(q.device))
     part = lse = arrived = out
     if splits > 1:
         arrived = _arrivals(q.device)

@@ -42,7 +42,7 @@ def every_choice(gpu: Target) -> list:
     for dim in (64, 128, 256, 512):
         rows = attention_chunks._query_rows(dim, gpu)
         found += [rows, attention_chunks._mixed_tiles(rows, dim, False, gpu.shared_memory)]
-        found += [attention_decode._decode_tile(n, dim, size, gpu.shared_memory) for n in (1, 2, 8, 9, 64)
+        found += [attention_decode._decode_tile(n, dim, size, gpu.shared_memory) for n in (1, 8, 9, 64)
                   for size in (1, 2)]  # fmt: skip
     return found + [small_batch._matrix_tiles(n, fp8, gpu.shared_memory) for n in (16, 32, 64, 128) for fp8 in flags]
 
@@ -52,7 +52,7 @@ def test_an_h100_and_an_h200_keep_their_choices():
     H100 may change them, and then this number.)"""
     assert H100 == H200
     text = json.dumps(every_choice(H100))
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "28ea0e94d5c032d3"
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "3a71d996cefb0a77"
 
 
 def test_a_gpu_with_as_much_shared_memory_gets_the_large_tiles():

@@ -132,10 +132,9 @@ def test_every_split_count_gives_the_same_result():
 
 
 def test_num_splits_fills_the_card_and_no_more():
-    assert attention_decode.num_splits(1, 8, 128, 132) == 64
-    assert attention_decode.num_splits(8, 8, 128, 132) == 8
-    assert attention_decode.num_splits(8, 8, 256, 132) == 4
-    assert attention_decode.num_splits(256, 8, 128, 132) == 1
+    assert attention_decode.num_splits(1, 8, 132) == 64
+    assert attention_decode.num_splits(8, 8, 132) == 8
+    assert attention_decode.num_splits(256, 8, 132) == 1
 
 
 def check_mixed(chunks, group, *, block_q, dim=32, kv_heads=2, dtype=torch.float32, cache=None, tol=2e-5, **options):
