@@ -4,8 +4,9 @@
 
 Without a name these are the tests of `make test`. `kernels`: GPU kernels and the steps around them, in Triton's
 interpreter. `installations`: those that take whole installations through their lives.
-Three processes if nobody says otherwise. Each part is a pytest of its own, the longest first. A part that passes prints
-its last line, one that fails everything.
+Three processes if nobody says otherwise, and one more for each part that mostly waits. Each part is a pytest of its
+own, the longest first. A part that passes prints its last line, one that fails everything. Its CPU seconds include the
+processes that it has waited for; services that outlived the command that started them are not counted.
 The exit status is 1 if any part failed.
 """
 
@@ -50,6 +51,8 @@ INSTALLATIONS = {
     "terminal": ["tests/tui/test_wizard_real.py"],
     "checklist": ["tests/appliance/service/test_checklist_real.py", "tests/appliance/service/verification"],
 }
+# Several times more seconds than CPU seconds: each starts at once, and takes no place from those that compute.
+WAITING = {"terminal"}
 # Its plugin takes a second to import; only the server's tests use it.
 NO_SCHEMATHESIS = ["-p", "no:schemathesis"]
 # Triton's interpreter is one thread of Python. Steps of tiny models are too short to divide, and the threads of three
@@ -84,26 +87,37 @@ def main() -> int:
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
             running.add(process)
-        output, _ = process.communicate()
+        assert process.stdout is not None
+        with process.stdout:
+            output = process.stdout.read()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a child that can be terminated
         with lock:
             running.discard(process)
+            if stopped.is_set():
+                return False
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
             passed = process.returncode == 0
             lines = output.strip().splitlines() or [""]
-            print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+            cpu = used.ru_utime + used.ru_stime
+            print(f"{name}: {time.monotonic() - start:.0f} s, {cpu:.0f} s CPU", flush=True)
             print("\n".join(lines[-1:] if passed else lines), flush=True)
         return passed
 
-    pool = ThreadPoolExecutor(processes)
+    waiting = WAITING if parts is PARTS else set()
+    computing, beside = ThreadPoolExecutor(processes), ThreadPoolExecutor(max(1, len(waiting)))
+    begun = {name: (beside if name in waiting else computing).submit(run, name) for name in parts}
     try:
-        results = list(pool.map(run, parts))
+        results = {name: part.result() for name, part in begun.items()}
     except KeyboardInterrupt:
         stopped.set()
         with lock:
             for process in running:
                 process.terminate()  # fixtures end what they started
-        pool.shutdown(cancel_futures=True)
+        for pool in (computing, beside):
+            pool.shutdown(cancel_futures=True)
         return 130
-    failed = [name for name, passed in zip(parts, results, strict=True) if not passed]
+    failed = [name for name, passed in results.items() if not passed]
     print(f"{len(parts) - len(failed)} of {len(parts)} parts passed in {time.monotonic() - began:.0f} s"
           + "".join(f"\nFAILED: {name}" for name in failed))  # fmt: skip
     return 1 if failed else 0

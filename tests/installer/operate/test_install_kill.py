@@ -3,6 +3,7 @@ something has just become durable; then the same install is run again and must e
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,7 @@ def test_ctrl_c_while_it_starts_rolls_back(site: Site, bundle: Bundles) -> None:
         try:
             site.install(bundle(2), "sick")
         except InstallError as error:
+            print(error.message, *error.log_tail, sep="\n", file=sys.stderr, flush=True)  # shown if the code is wrong
             os._exit(error.exit_code)
         os._exit(1)
     end = time.monotonic() + 20
