@@ -1,6 +1,7 @@
 """Mixture of experts on a GPU: the choice of experts, and their gated MLPs over all tokens of a step.
 
-Up to VECTOR_TOKENS tokens, each (token, expert) pair reads the expert's weights for itself: see moe.decode.
+Up to VECTOR_TOKENS tokens (int4: more), each (token, expert) pair reads the expert's weights for itself: see
+moe.decode and moe.int4.
 
 With more tokens, the pairs are grouped by expert into blocks of rows, and multiplied by moe.grouped_gemm. With 5 to 64,
 the router and a dense branch join in: see moe.few_tokens.
@@ -19,9 +20,9 @@ from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import int4
 from engine.kernels.moe.grouped_gemm import Groups, Rows, add_up, expert_product
 from engine.kernels.moe.tiles import (
-    VECTOR_TOKENS,
     DecodeTiles,
     Tiles,
+    by_pairs,
     chunk_size,
     form_of,
     max_blocks,
@@ -170,7 +171,7 @@ def group(experts: torch.Tensor, num_experts: int, rows: int) -> Groups:
 def tiles_of(
     w2: torch.Tensor, scale2: torch.Tensor | None, top_k: int, tokens: int, *, fp8_activations: bool = True
 ) -> Tiles:
-    """The tiles that more than VECTOR_TOKENS tokens get on this device. w2 [E, H, I]."""
+    """The tiles that grouped pairs of so many tokens get on this device. w2 [E, H, I]."""
     gpu = target_of(w2.device)
     shape = shape_of(w2, scale2, top_k, widened=not (fp8_activations and gpu.fp8_units))
     return tiles_for(shape, tokens, gpu.shared_memory, gpu)
@@ -196,8 +197,8 @@ def routed_experts(
     [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉].
 
     `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
-    `fp8_activations`: those of more than VECTOR_TOKENS tokens are rounded for fp8 weights, if the GPU has fp8 units.
-    More than VECTOR_TOKENS rows of x may be in fp8 already; `dtype` is then that of the result.
+    `fp8_activations`: those of grouped pairs are rounded for fp8 weights, if the GPU has fp8 units. More than
+    VECTOR_TOKENS rows of x may be in fp8 already; `dtype` is then that of the result.
     """
     values = x if isinstance(x, torch.Tensor) else x[0]
     dtype = dtype or values.dtype
@@ -206,9 +207,10 @@ def routed_experts(
     out = torch.empty(values.shape, dtype=dtype, device=values.device) if residual is None else residual
     assert out.is_contiguous()
     (tokens, top_k), num_experts = experts.shape, w2.shape[0]
-    if tokens <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
+    form = form_of(w2, scale2)
+    if tokens <= by_pairs(form) and not isinstance(tiles, Tiles):
         assert isinstance(x, torch.Tensor)
-        if scale13 is not None and scale2 is not None and form_of(w2, scale2) == "int4":
+        if scale13 is not None and scale2 is not None and form == "int4":
             return _few_in_int4(x, weights, experts, (w13, w2), (scale13, scale2), gate, out, residual is not None)
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
     if tiles is None:

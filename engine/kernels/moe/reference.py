@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.gemm.packed_weight import Packed, dequantize
-from engine.kernels.moe.tiles import SCALE_BLOCK, VECTOR_TOKENS, form_of, max_blocks, reads_fp8
+from engine.kernels.moe.tiles import SCALE_BLOCK, by_pairs, form_of, max_blocks, reads_fp8
 from engine.kernels.pointwise.reference import quantize_rows
 
 
@@ -48,7 +48,7 @@ def routed_experts(
     fp8_activations: bool = True,
 ) -> torch.Tensor:
     """moe.experts.routed_experts."""
-    many = x.shape[0] > VECTOR_TOKENS
+    many = x.shape[0] > by_pairs(form_of(w2, scale2))
     units = many and fp8_activations  # here activations are quantised to fp8 if weights are
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():

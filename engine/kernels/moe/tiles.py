@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 VECTOR_TOKENS = 4  # up to this many tokens, each token reads its experts' weights for itself: moe.decode
+_INT4_PAIR_TOKENS = 8  # of int4, for which blocks of 16 rows take as long as 16 tokens that read their experts alone
 ROUTED_TOKENS = 64  # up to this many, one kernel does all between x and the grouped pairs: moe.routing
 SCALE_BLOCK = 128  # rows and columns of a weight that share a scale in the form "blocks"
 _BLOCK_ROWS = (16, 32, 64, 128)
@@ -54,6 +55,11 @@ def form_of(weight: "torch.Tensor", scale: "torch.Tensor | None") -> Form:
     if scale is None or scale.dim() == 2:
         return "rows"
     return "blocks" if weight.is_floating_point() else "int4"
+
+
+def by_pairs(form: Form) -> int:
+    """Up to how many tokens each (token, expert) pair reads its expert's weights for itself."""
+    return _INT4_PAIR_TOKENS if form == "int4" else VECTOR_TOKENS
 
 
 def groups_fit(group: int, inner: int) -> bool:
@@ -155,7 +161,9 @@ def all_kinds(shape: Shape, most: int, shared: int, gpu: Target | None = None) -
     seen, found = set(), []
     for tokens in range(1, most + 1):
         pairs = tokens * shape.top_k
-        if tokens <= VECTOR_TOKENS:
+        if shape.form == "int4" and tokens <= by_pairs(shape.form):
+            kind = 0
+        elif tokens <= VECTOR_TOKENS:
             kind = _power_of_two(tokens)
         else:
             router = routing_tokens(tokens) if tokens <= ROUTED_TOKENS else 0
