@@ -6,11 +6,11 @@ Nothing here touches the network except, once, pip fetching the demonstration mo
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ports
 import pytest
 from tiny_llama import TINY_LLAMAS, save_tiny_llama
 
@@ -73,11 +73,5 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """``free_port()`` → a TCP port of 127.0.0.1 that nothing listens on now."""
-
-    def pick() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    return pick
+    """``free_port()`` → a TCP port that nothing listens on now."""
+    return ports.free_port

@@ -1,8 +1,9 @@
 """What tests of a real service begin with: a model as a signed bundle, and its installation under a prefix."""
 
-import socket
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 from installer.base.layout import Layout
 from installer.decide.install_options import InstallOptions
@@ -43,12 +44,6 @@ def licence_answer(bundle: Path) -> str:
     """What accepts the licence of a bundle."""
     terms = inspect_bundle(bundle).manifest.license
     return f"{terms.spdx}@{terms.sha256}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def install(bundle: Path, prefix: Path, signer: KeyPair, front: Any) -> Layout:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import tomlkit
 from checklist_kit import REVIEW
-from real_service import SMALL_LOAD, SMALL_MODEL, free_port, signed
+from ports import free_port
+from real_service import SMALL_LOAD, SMALL_MODEL, signed
 from screens import seen, until, widths
 
 from appliance.service.steps import STEPS

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import tomlkit
 from checklist_kit import REVIEW
-from real_service import SMALL_LOAD, SMALL_MODEL, free_port, licence_answer, signed
+from ports import free_port
+from real_service import SMALL_LOAD, SMALL_MODEL, licence_answer, signed
 
 from appliance.service.facts import engine_facts
 from appliance.service.jobs import spool

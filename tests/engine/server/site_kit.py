@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+from ports import free_port
 
 READY_SECONDS = 90
 
@@ -64,11 +64,6 @@ class Site:
         for process in [self.gateway, *self.engines.values()]:
             if process is not None:
                 process.wait(20)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 def until(condition: Callable[[], object], seconds: float, process: subprocess.Popen[bytes] | None = None) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import tomlkit
 from checklist_kit import REVIEW
-from real_service import SMALL_LOAD, SMALL_MODEL, free_port, signed
+from ports import free_port
+from real_service import SMALL_LOAD, SMALL_MODEL, signed
 from terminals import ATOLL, Pty, Tmux, missing_tmux
 from wizard_walk import Walk
 

@@ -191,8 +191,8 @@ def test_each_candidate_of_a_product_is_one_kernel_of_the_step(steps, model):
 
 def test_sparse_blocks_of_a_step_come_last(steps):
     assert steps["qwen3-8b"]["blocks"] == steps["gemma4-e2b"]["blocks"] == []
-    assert steps["gemma4-26b-a4b"]["blocks"] == [[[128, 8, 2816, 704, 1, False], 2112]]
-    assert steps["qwen3.6-35b-a3b"]["blocks"] == [[[256, 8, 2048, 512, 1, False], 512]]
+    assert steps["gemma4-26b-a4b"]["blocks"] == [[[128, 8, 2816, 704, 1, False, "rows"], 2112]]
+    assert steps["qwen3.6-35b-a3b"]["blocks"] == [[[256, 8, 2048, 512, 1, False, "rows"], 512]]
     *products, first, second, router = steps["qwen3.6-35b-a3b"]["stages"]
     assert not any(stage["block"] for stage in products)
     for stage, names in (first, {"gate_up"}), (second, {"down", "dense_down"}):

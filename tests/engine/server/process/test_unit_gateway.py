@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from site_kit import READY_SECONDS, Site, free_port, until
+from ports import free_port
+from site_kit import READY_SECONDS, Site, until
 
 KEY, DIGEST = "a", "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"
 
