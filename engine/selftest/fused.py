@@ -53,13 +53,16 @@ def sparse_block(side: Side, *, tokens: int, is_fp8: bool, with_factor: bool) ->
 
 def block_of_few_tokens(side: Side, *, is_fp8: bool, with_factor: bool) -> list[Result]:
     tokens, num_experts, hidden, inner, parts = 19, 4, 512, 256, 1 if with_factor else 3
-    x, residual = side.strided(tokens, hidden), side.randn(tokens, hidden)
-    router = side.randn(num_experts, hidden) * 0.05
+    dtype = side.dtype if side.dtype.itemsize == 2 else torch.float16  # the router is read in 16 bits only
+    x, residual = side.strided(tokens, hidden).to(dtype), side.randn(tokens, hidden).to(dtype)
+    router = (side.randn(num_experts, hidden) * 0.05).to(dtype)
     w13, scale13 = _weight(side, (num_experts, 2 * inner, hidden), is_fp8)
     w2, scale2 = _weight(side, (num_experts, hidden, inner), is_fp8)
     gate_up, gate_up_scale = _weight(side, (2 * parts * inner, hidden), is_fp8)
     down, down_scale = _weight(side, (hidden, parts * inner), is_fp8)
-    factor = side.randn(1, hidden) * 0.05 if with_factor else None
+    if not is_fp8:
+        w13, w2, gate_up, down = (weight.to(dtype) for weight in (w13, w2, gate_up, down))
+    factor = (side.randn(1, hidden) * 0.05).to(dtype) if with_factor else None
     with side.clock():
         if side.is_reference:
             routing = moe_reference.choose_experts(gemm_reference.gemv(x, router), num_experts)
