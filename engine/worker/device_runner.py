@@ -281,7 +281,7 @@ class DeviceRunner:
         return torch.as_tensor(indices, dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
 
     def _decode_shared(self, size: int) -> torch.Tensor:
-        """`_decode` of sequences of which some share a prefix: how many tokens each does stands behind the columns."""
+        """`_decode` where some sequences share a prefix; after the columns comes how many tokens each one shares."""
         at = (2 + NUM_COLUMNS) * aligned(size)
         return self._decode(size, self.staging.device_words[at : at + size])
 

@@ -151,7 +151,7 @@ def decode_shared(
     v_scale: KvScale = 1.0,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """attention.decode.decode of sequences of which some share a prefix."""
+    """attention.decode.decode where some of the sequences share a prefix."""
     common = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale, "softcap": softcap}
     prefix = attend_prefix(q, k_cache, v_cache, rows, shared, block_table, splits=prefix_splits, **common)
     return decode(

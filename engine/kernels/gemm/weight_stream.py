@@ -48,7 +48,7 @@ def scales_of_block(
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """The scales of columns [i BLOCK_K, (i + 1) BLOCK_K), a tuple with one for each group. With HALVES = 2, each is
-    followed by that of the rows N farther, whose blocks are counted anew."""
+    followed by the scale of the rows N further on, whose blocks are numbered from zero."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     scales = ()
     for column in tl.static_range(i * BLOCK_K, (i + 1) * BLOCK_K, min(BLOCK_K, GROUP)):

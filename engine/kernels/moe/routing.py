@@ -2,7 +2,7 @@
 
 Each program multiplies BLOCK_E rows of the router by PART columns of all tokens, and leaves partial sums. The last one
 to arrive adds them, always in the same order, chooses the experts of all tokens (moe.top_k), and groups the pairs as
-moe.experts.group does. Separate kernels would be four or five, each of which takes longer to start than it computes.
+moe.experts.group does. Four or five separate kernels would each take longer to start than to compute.
 
 A dense branch's factor (moe.decode.DenseBranch) is one more row of the router, whose logit gives a last weight.
 

@@ -17,7 +17,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Sequences:
-    """Sequences of which some begin with the same pages. Whatever no sequence owns is NaN, and so are the entries of
+    """Sequences, some of which begin with the same pages. Whatever no sequence owns is NaN, and so are the entries of
     the members' tables behind their own pages.
 
     lengths    of each sequence, with its newest token
@@ -99,7 +99,7 @@ def test_prefixes_of_any_number_of_pages(prefix, splits):
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
 def test_groups_of_heads(group):
-    """Of 7 heads a program takes 18 sequences: the rows of a tile are not full, and the last program has few."""
+    """With 7 heads a program takes 18 sequences: the tile has unused rows, and the last program has few sequences."""
     count = 128 // group + 3
     check(Sequences([48 + 1 + i % 5 for i in range(count)], range(count), 48, 1, 16), group)
 
