@@ -32,6 +32,7 @@ from engine.kernels.runtime.gpu_target import LARGE_SHARED
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 SMALL_BATCH = 8  # sequences
+_ASKED = 128
 
 
 class Shared(NamedTuple):
@@ -50,23 +51,32 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
     shared_ptr, shared_part_ptr, shared_lse_ptr,
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
-    shortest, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    shortest, num_rows, num_pages,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, SHARED_TILE: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, SHARED_TILE: tl.constexpr, ASK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL and ASK > 0:
+        # These may be an older step's numbers: the kernel that writes them need not be done. Past the L1 cache, which
+        # would keep them.
+        seq_len = tl.load(seq_lens_ptr + b, cache_modifier=".cg")
+        row = tl.load(rows_ptr + b, cache_modifier=".cg")
+        _, _, _, start, end = _slice(seq_len, split, window, 0, shortest, TILE, SPLITS, WINDOW, False)
+        if (start < end) & (row >= 0) & (row < num_rows) & (end <= table_stride * PAGE):
+            _ask_for_slice(
+                k_ptr, v_ptr, table_ptr + row.to(tl.int64) * table_stride, start, end, h, num_pages, k_stride_page,
+                k_stride_token, k_stride_head, D, PAGE, ASK,
+            )  # fmt: skip
+    wait_for_previous(PDL)
     seq_len = tl.load(seq_lens_ptr + b)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(seq_len - window, 0)
-    aligned = first // TILE * TILE
+    prefix = 0
     if SHARED:
-        first = tl.load(shared_ptr + b)
-        aligned = first
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS), tl.cdiv(shortest, TILE))
-    start = aligned + split * per_split * TILE
-    end = tl.minimum(start + per_split * TILE, seq_len)
+        prefix = tl.load(shared_ptr + b)
+    first, aligned, per_split, start, end = _slice(
+        seq_len, split, window, prefix, shortest, TILE, SPLITS, WINDOW, SHARED > 0
+    )
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     head = h * G + g
@@ -110,6 +120,41 @@ def _decode_kernel(
     if arrived == used - 1:
         _merge(part_ptr, lse_ptr, out_ptr, b * HKV * G + h * G, used, G, GM, D, DP, SPLITS)
         tl.store(arrived_ptr + b * HKV + h, 0)
+
+
+@triton.jit
+def _slice(
+    seq_len, split, window, prefix, shortest,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """The first key that is attended to, where the slices begin, tiles of each, and begin and end of number `split`."""
+    first = prefix
+    if WINDOW:
+        first = tl.maximum(seq_len - window, 0)
+    aligned = first // TILE * TILE
+    if SHARED:
+        aligned = first
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS), tl.cdiv(shortest, TILE))
+    start = aligned + split * per_split * TILE
+    return first, aligned, per_split, start, tl.minimum(start + per_split * TILE, seq_len)
+
+
+@triton.jit
+def _ask_for_slice(
+    k_ptr, v_ptr, table, start, end, h, num_pages, k_stride_page, k_stride_token, k_stride_head,
+    D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Prefetch keys and values of a slice's first TOKENS tokens into the L2 cache, while the previous kernel still runs
+    and leaves the memory idle. Wrong numbers only waste this."""
+    token = tl.minimum(start + tl.arange(0, TOKENS), end - 1)
+    page = tl.load(table + token // PAGE, cache_modifier=".cg")
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    offset = (page * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head) * size
+    ask: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
+    bytes_each = tl.full([TOKENS], D * size, tl.int32)
+    tl.inline_asm_elementwise(ask, "=r,l,r", [k_ptr.to(tl.int64) + offset, bytes_each], tl.int32, False, 1)
+    tl.inline_asm_elementwise(ask, "=r,l,r", [v_ptr.to(tl.int64) + offset, bytes_each], tl.int32, False, 1)
 
 
 @triton.jit
@@ -206,6 +251,13 @@ def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tup
     return max(16, min(64, 8192 // padded_dim)), 3
 
 
+def _asked_tokens(k_cache: torch.Tensor, batch: int, shared: Shared | None) -> int:
+    """Of how many tokens of its slice a program prefetches keys and values before it waits. With many sequences most
+    programs start when others end, and have nothing to wait for."""
+    few = batch <= SMALL_BATCH and shared is None
+    return _ASKED if few and k_cache.shape[3] * k_cache.element_size() % 16 == 0 else 0
+
+
 def decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -252,9 +304,11 @@ def decode(
         *((None, None, None) if shared is None else (shared.tokens, shared.part, shared.lse)),
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0, shortest,
+        block_table.shape[0], k_cache.shape[0],
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
         DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, FP8=is_fp8(k_cache),
         SOFTCAP=softcap is not None, WINDOW=window is not None, SHARED=0 if shared is None else shared.splits,
-        SHARED_TILE=0 if shared is None else shared.tile, num_warps=num_warps, num_stages=num_stages,
+        SHARED_TILE=0 if shared is None else shared.tile, ASK=_asked_tokens(k_cache, batch, shared),
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
