@@ -24,9 +24,6 @@ from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # activations [T, K], or in fp8 (values [T, K], scale [T])
 
 
-_ASKING_PAIRS = 512  # up to this many, a down product prefetches weights before it waits
-
-
 class Groups(NamedTuple):
     """The (token, expert) pairs of a step in blocks of one expert each, see `group`."""
 
@@ -58,42 +55,22 @@ def _store(at, y, mask, ADD: tl.constexpr):
     tl.store(at, y, mask=mask)
 
 
-@triton.jit
-def _ask_for_rows(w_ptr, expert, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Prefetch an expert's rows from `first` on into the L2 cache, while previous kernels leave the memory idle."""
-    row = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
-    size: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    address = w_ptr.to(tl.int64) + (expert.to(tl.int64) * N + row) * (K * size)
-    ask: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(ask, "=r,l,r", [address, tl.full([BLOCK_N], K * size, tl.int32)], tl.int32, False, 1)
-
-
 @kernel
 def _grouped_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, order_ptr, blocks_ptr, y_ptr, dense_x_ptr, dense_ptr, dense_x_scale_ptr,
-    dense_scale_ptr, x_stride, dense_x_stride, T, P, every, num_experts,
+    dense_scale_ptr, x_stride, dense_x_stride, T, P,
     N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FP8: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr,
-    ASK: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(1)
-    if PDL and ASK:
-        # Probably this step's block: the kernels between it and this one wait for it. If not, this asks in vain.
-        routed = block
-        if PARTS > 0:
-            routed -= tl.minimum(tl.cdiv(block, every), PARTS * tl.cdiv(T, ROWS))
-        early = tl.load(blocks_ptr + 3 * routed, cache_modifier=".cg")
-        if (early >= 0) & (early < num_experts):
-            _ask_for_rows(w_ptr, early, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N)
     wait_for_previous(PDL)
     m = tl.arange(0, ROWS)
-    if PARTS > 0:  # every few blocks one is the dense branch's: PARTS for each ROWS tokens
-        dense_blocks = PARTS * tl.cdiv(T, ROWS)
-        number = block // every
-        is_dense = (block % every == 0) & (number < dense_blocks)
-        block -= tl.minimum(tl.cdiv(block, every), dense_blocks)
-        first = number // PARTS * ROWS
-        part = number % PARTS
+    block = tl.program_id(1)
+    if PARTS > 0:  # the first blocks are the dense branch's: PARTS for each ROWS tokens
+        first = block // PARTS * ROWS
+        part = block % PARTS
+        is_dense = first < T
+        block = tl.maximum(block - PARTS * tl.cdiv(T, ROWS), 0)
     at = blocks_ptr + 3 * block
     rows = tl.load(at + 2)
     if PARTS > 0:
@@ -235,17 +212,13 @@ def expert_product(
         product = int4.grouped_product if form == "int4" else group_scaled.grouped_product
         product(values, x_scale, weight, scale, order, blocks, out, share, rows, tiles, gate=gate)
         return out
-    # The dense branch's blocks are spread: side by side they would all read one weight, and memory would be idle.
-    dense_blocks = parts * triton.cdiv(tokens, rows)
-    num_blocks = blocks.shape[0] + dense_blocks
-    ask = gate is None and pairs <= _ASKING_PAIRS and inner * weight.element_size() % 16 == 0
+    num_blocks = blocks.shape[0] + parts * triton.cdiv(tokens, rows)
     _grouped_kernel(
         (triton.cdiv(outputs, tiles.block_n), num_blocks), values, weight, x_scale, scale, order, blocks, out,
         more, None if dense is None else dense.weight, more_scale, None if dense is None else dense.scale,
-        values.stride(0), 0 if more is None else more.stride(0), tokens, pairs, num_blocks // max(1, dense_blocks),
-        weight.shape[0], N=outputs, K=inner, SHARE=share, PARTS=parts, ROWS=rows, BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k, FP8=scale is not None, GATE=gate, STAGES=tiles.stages, ASK=ask, num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        values.stride(0), 0 if more is None else more.stride(0), tokens, pairs, N=outputs, K=inner, SHARE=share,
+        PARTS=parts, ROWS=rows, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, FP8=scale is not None, GATE=gate,
+        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 
