@@ -61,6 +61,7 @@ from engine.worker.memory import (
     weight_bytes,
 )
 from engine.worker.runner import Runner
+from engine.worker.start_clock import StartClock
 
 if TYPE_CHECKING:
     from engine.worker.device_runner import DeviceRunner  # imported where there is a GPU: CPU builds have no Triton
@@ -74,14 +75,18 @@ _DEFAULT_MAX_ITL_MS = {"cpu": 0, "cuda": 60}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> EngineCore:
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, clock: StartClock | None = None
+) -> EngineCore:
     """Load `config.model` and make it ready to step.
 
     Raises ModelError (the directory is wrong), ConfigError (a flag cannot be honoured here) or OutOfMemoryPlanError
     (it does not fit), each before the expensive work that it would waste. `progress(stage, done, total)` is called
-    while weights load.
+    while weights load. `clock`: of a start that began before; its phases are logged at the end.
     """
+    clock = clock or StartClock()
     device = choose_device(config)
+    clock.lap("device")
     model_config = ModelConfig.load(config.model)
     dtype, max_len_wanted = resolve_dtype(config, model_config), wanted_context(config, model_config)
     compute = cpu_format.compute_dtype(dtype) if device.type == "cpu" else dtype
@@ -94,6 +99,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         if not came and not warm_cache_hint.found(*_deciding(config, model_config, gpu)):
             compile_pool.start_early()  # so that it is ready when the weights have been loaded
         compile_pool.load_here(cache=not came)
+    clock.lap("model")
     with torch.inference_mode():
         if config.load_format == "dummy":
             fill_randomly(model, device=device)
@@ -103,6 +109,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             lock_tables(model, config, device)
             if config.int4_copy == "auto":
                 keep_int4_copies(model, gpu.usable(config.gpu_memory_utilization) - weight_bytes(model))
+    clock.lap("weights")
 
     kv_dtype = resolve_kv_dtype(config, compute)
     page_size = config.block_size or DEFAULT_PAGE_SIZE[device.type]
@@ -117,7 +124,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if gpu is not None:
         if progress:
             progress("measuring steps", 0, 1)
-        budget = _measured_budget(config, model, spec, dtype, kv_dtype, max_tokens, num_seqs, gpu)
+        budget = _measured_budget(config, model, spec, dtype, kv_dtype, max_tokens, num_seqs, gpu, clock)
     else:
         activations = activation_bytes(model_config, compute, max_tokens, min(num_seqs, max_tokens))
         budget = cpu_budget(config, weight_bytes(model), activations, _cpu_format(config, dtype, compute))
@@ -142,7 +149,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     with torch.inference_mode():
         cache = Cache(spec, plan.num_slabs, kv_dtype, device)
     if gpu is not None:
-        runner = _start_on_gpu(config, model, plan, cache, max_tokens, gpu, progress)
+        runner = _start_on_gpu(config, model, plan, cache, max_tokens, gpu, progress, clock)
         warm_cache_hint.write(*_deciding(config, model_config, gpu))
         depth = 1 if config.overlap is False else 2
     else:
@@ -151,7 +158,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         )
         runner.bind_cache(cache)
         depth = 2 if config.overlap else 1
-    return EngineCore(
+    core = EngineCore(
         config,
         runner,
         memory=spec.memory(plan.num_slabs),
@@ -165,6 +172,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         grammars=_grammars(config, model_config),
         description=_describe(plan, model_config, dtype, compute, device),
     )
+    clock.lap("rest")
+    log.info("%s", clock.line())
+    return core
 
 
 def _cpu_format(config: EngineConfig, dtype: torch.dtype, compute: torch.dtype) -> str:
@@ -246,17 +256,20 @@ def _measured_budget(
     max_tokens: int,
     num_seqs: int,
     gpu: GpuMemory,
+    clock: StartClock,
 ) -> MemoryBudget:
     """The memory left on a GPU that holds the weights. Raises OutOfMemoryPlanError if not even one step fits."""
     from engine.worker.memory_profile import measure_steps
     from engine.worker.warmup import choose_matmuls
 
     weights = weight_bytes(model)
+    clock.lap("imports")
     try:
         if not config.enforce_eager:  # cuBLASLt keeps the code of every algorithm that it has run: half a gigabyte
             choose_matmuls(model, dtype, min(num_seqs, max_tokens), max_tokens)
+            clock.lap("choice of matmuls")
         needs = measure_steps(
-            model, spec, kv_dtype, max_tokens, num_seqs, gpu.device, graphs=not config.enforce_eager,
+            model, spec, kv_dtype, max_tokens, num_seqs, gpu.device, clock, graphs=not config.enforce_eager,
             share_prefixes=not config.disable_cascade_attn,
         )
     except torch.OutOfMemoryError:
@@ -279,6 +292,7 @@ def _start_on_gpu(
     max_tokens: int,
     gpu: GpuMemory,
     progress: Progress | None,
+    clock: StartClock,
 ) -> "DeviceRunner":
     """A runner with compiled kernels and recorded graphs."""
     from engine.worker.device_runner import DeviceRunner
@@ -290,10 +304,12 @@ def _start_on_gpu(
         )  # fmt: skip
         runner.bind_cache(cache)
     runner.warm_up()
+    clock.lap("pages")
     if not config.enforce_eager:
         if progress:
             progress("recording graphs", 0, 1)
         runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
+        clock.lap(f"{runner.num_graphs} graphs")
     log.info("%s", outcome(plan, gpu))
     log.info("%s", origins.line())
     gc.collect()

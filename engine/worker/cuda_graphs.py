@@ -15,7 +15,7 @@ from torch.cuda import graph_pool_handle
 
 from engine.worker.mixed_step import MixedShape, MixedStep
 
-_WARM_UP = 2  # runs before the capture: kernels are compiled and libraries choose their algorithms
+_WARM_UP = 1  # runs before the capture: libraries load the kernels that they choose
 
 Key = TypeVar("Key", bound=Hashable)
 Pool = Any  # a handle: memory that graphs share
@@ -42,7 +42,6 @@ class Graphs(Generic[Key]):
         keys: Iterable[Key],
         pool: Pool | None,
         *,
-        warm_up: int,
         fill: Callable[[Key], None] | None = None,
     ) -> None:
         self.pool = graph_pool_handle() if pool is None else pool
@@ -51,13 +50,16 @@ class Graphs(Generic[Key]):
             for key in keys:
                 if fill is not None:
                     fill(key)
-                for _ in range(warm_up):
+                for _ in range(_WARM_UP):
                     step(key)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool):
                     hidden = step(key)
                 self._graphs[key] = graph, hidden
+
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     def has(self, key: Key) -> bool:
         return key in self._graphs
@@ -74,7 +76,7 @@ class DecodeGraphs(Graphs[int]):
 
     def __init__(self, decode: Callable[[int], torch.Tensor], sizes: list[int], pool: Pool | None = None) -> None:
         self.sizes = sizes
-        super().__init__(decode, reversed(sizes), pool, warm_up=_WARM_UP)
+        super().__init__(decode, reversed(sizes), pool)
         self._next = [0] * (self.sizes[-1] + 1)
         for batch in range(len(self._next)):
             self._next[batch] = next(s for s in self.sizes if s >= batch)
@@ -95,7 +97,7 @@ class MixedGraphs(Graphs[MixedShape]):
         pool: Pool | None = None,
     ) -> None:
         self.shapes = shapes
-        super().__init__(step, reversed(shapes), pool, warm_up=1, fill=fill)
+        super().__init__(step, reversed(shapes), pool, fill=fill)
 
     def shape_for(self, step: MixedStep) -> MixedShape | None:
         """The smallest that has room for the step, if there is one."""

@@ -152,6 +152,11 @@ class DeviceRunner:
         if sizes := self.shared_prefix_sizes(max_batch):
             self.shared_graphs = DecodeGraphs(self._decode_shared, sizes, self.graphs.pool)
 
+    @property
+    def num_graphs(self) -> int:
+        """How many steps are recorded."""
+        return sum(len(graphs) for graphs in (self.graphs, self.shared_graphs, self.mixed_graphs) if graphs is not None)
+
     def shared_prefix_sizes(self, max_batch: int) -> list[int]:
         """The sizes of decode steps with a shared prefix that have graphs."""
         return [] if self.prefixes is None else shared_prefix_sizes(max_batch)

@@ -23,6 +23,7 @@ from engine.worker.cache import Cache
 from engine.worker.cuda_graphs import DecodeGraphs, Graphs, Key, MixedGraphs, graph_sizes
 from engine.worker.device_runner import DeviceRunner
 from engine.worker.memory import StepNeeds
+from engine.worker.start_clock import StartClock
 from engine.worker.warmup import compile_steps, needed_kernels
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
@@ -40,6 +41,7 @@ def measure_steps(
     max_num_tokens: int,
     max_num_seqs: int,
     device: torch.device,
+    clock: StartClock | None = None,
     *,
     graphs: bool,
     share_prefixes: bool = True,
@@ -48,6 +50,7 @@ def measure_steps(
 
     Raises torch.OutOfMemoryError if a step does not fit beside the weights.
     """
+    clock = clock or StartClock()
     count = min(max_num_seqs, max_num_tokens)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
@@ -55,6 +58,7 @@ def measure_steps(
         model, spec, kv_dtype, max_num_tokens, max_num_seqs, device, share_prefixes=share_prefixes
     )
     compile_steps(runner, count, _with_prompts(steps, runner, max_num_tokens, max_num_seqs))
+    clock.lap("kernels")
     torch.cuda.empty_cache()
     ours = torch.cuda.memory_allocated(device) - before
     buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_tables.nbytes
@@ -79,12 +83,14 @@ def measure_steps(
         _first_graph(device)
         torch.cuda.empty_cache()
     in_use = _in_use(device) - ours
+    clock.lap("largest steps")
     for_graphs = _measure_graphs(runner, probes, graph_sizes(count), shared, device) if graphs else 0
 
     for layer in runner.attention_layers:
         del layer.k_cache, layer.v_cache
     del runner, cache
     torch.cuda.empty_cache()
+    clock.lap("graphs' memory")
     return StepNeeds(peak - reserved - stays, for_graphs, buffers, in_use)
 
 

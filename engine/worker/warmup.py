@@ -35,12 +35,20 @@ _CHOSEN_BYTES = 8 << 20    # for smaller fp8 weights (35B-A3B) a choice gains no
 
 @torch.inference_mode()
 def compile_steps(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> int:
-    """Compile the kernels of decode steps of up to `max_batch` sequences, and of mixed steps like these.
+    """Compile and load the kernels of decode steps of up to `max_batch` sequences, and of mixed steps like these.
 
     Returns how many variants had to be compiled. The runner's caches must be bound; they are not modified.
     """
     jobs = needed_kernels(runner, max_batch, mixed)
-    return compile_ahead(jobs, torch.cuda.get_device_capability(runner.device))
+    count = compile_ahead(jobs, torch.cuda.get_device_capability(runner.device))
+    load_kernels(jobs)
+    return count
+
+
+def load_kernels(jobs: Iterable[Job]) -> None:
+    """Load them now: not while a request waits, nor while a graph is being recorded."""
+    for job in jobs:
+        job.kernel.load(job)
 
 
 @torch.inference_mode()

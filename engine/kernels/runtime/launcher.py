@@ -64,6 +64,7 @@ _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 _MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
+_CAPTURE_RELAXED = 2           # CU_STREAM_CAPTURE_MODE_RELAXED
 _RELEASE = "as it came with the release"
 _AS_BYTES = {"*fp8e4nv": "*u8", "*fp8e4nv!": "*u8!"}
 
@@ -119,6 +120,17 @@ class Kernel:
         if variant is None:
             variant = self._variants[key] = self._compile(types, constants, num_warps, num_stages)
         variant.launch(grid, args)
+
+    def load(self, job: "Job") -> None:
+        """Load a variant before its first launch. One that cannot be compiled or loaded is left to that launch, which
+        reports it where it matters."""
+        constants = dict(job.constants)
+        key = (job.types, job.num_warps, job.num_stages, *[constants[name] for name in self.constants])
+        if key not in self._variants:
+            try:
+                self._variants[key] = self._compile(job.types, constants, job.num_warps, job.num_stages)
+            except Exception as error:  # of Triton, of its assembler or of the driver
+                log.warning("%s could not be loaded ahead: %s", self.name, error)
 
     def _compile(self, types: tuple, constants: dict[str, Any], num_warps: int, num_stages: int) -> "_Variant":
         use_cache_dir()
@@ -390,11 +402,23 @@ class _Variant:
 def _load(code: MachineCode, name: str) -> ctypes.c_void_p:
     """The function that the driver makes of machine code. Raises KernelError if it refuses it."""
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver.cuModuleLoadData(ctypes.byref(module), code.cubin), name)
-    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, code.function.encode()), name)
-    if code.shared > _STATIC_SHARED_LIMIT:
-        _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, code.shared), name)
+    with _loading_allowed(driver):
+        _check(driver.cuModuleLoadData(ctypes.byref(module), code.cubin), name)
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, code.function.encode()), name)
+        if code.shared > _STATIC_SHARED_LIMIT:
+            _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, code.shared), name)
     return function
+
+
+@contextmanager
+def _loading_allowed(driver: ctypes.CDLL) -> Iterator[None]:
+    """Inside, this thread may load code even while it records a graph."""
+    mode = ctypes.c_int(_CAPTURE_RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 _loaded: ctypes.CDLL | None = None

@@ -29,6 +29,7 @@ from engine.server.ipc import messages as m
 from engine.server.ipc.server import Connected, Connection, Disconnected, Incoming, IpcServer
 from engine.server.process.heartbeat import Heartbeat
 from engine.server.process.notify import Notifier
+from engine.worker.start_clock import StartClock
 
 if TYPE_CHECKING:
     from engine.server.settings.options import EngineOptions
@@ -323,9 +324,11 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
 
     def build(progress: ProgressCallback) -> Core:
         progress("importing torch", 0, 0)
+        clock = StartClock(started)
         from engine.worker.build import build_engine
 
-        return build_engine(options.engine, progress)
+        clock.lap("imports")
+        return build_engine(options.engine, progress, clock)
 
     patience = FAREWELL_SECONDS if options.parent_pid else 0.0
     with signals(service, server, under_parent=bool(options.parent_pid)) as loaded:

@@ -97,6 +97,7 @@ def noted(model, max_seqs, max_tokens):
 
     launcher.Kernel.__call__ = note
     warmup.compile_ahead = lambda jobs, capability: 0
+    warmup.load_kernels = lambda jobs: None
 
     # As engine/worker/build.py does.
     spec = CacheSpec(tuple(model.cache_layers()), 2, 16)
