@@ -15,6 +15,8 @@ that number has already lost by rounding to bf16.
 As in small_batch.py, the operations around the GEMM are fused: a norm before it, a gate or the residual after it.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +32,16 @@ _CHUNK = tl.constexpr(CHUNK)
 _WORDS = tl.constexpr(CHUNK // 8)  # words in a chunk
 _LARGEST = tl.constexpr(32767.0)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a small number it leaves round(number) in the lowest bits
+
+
+class Int4Tiles(NamedTuple):
+    """A program computes BLOCK_N outputs, and reads BLOCK_W words of each at a time. `ahead`: how many programs' rows
+    each of the first ones prefetches; 0 prefetches nothing."""
+
+    block_n: int
+    block_w: int
+    warps: int
+    ahead: int
 
 
 @triton.jit
@@ -158,12 +170,52 @@ def chunk_sums(words, total, high, low, far_high, far_low, zero, scale, unit, DP
     return (by_chunk(dots) - zero * total[None, :]).to(tl.float32) * (scale * unit[None, :])
 
 
+@triton.jit
+def _of_all_chunks(at_ptr, n, n_live, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr):
+    """`of_chunks` for all columns: a tuple of one tensor for each BLOCK_W words; empty without a pointer."""
+    found = ()
+    if at_ptr is not None:
+        for start in tl.static_range(0, K // 8, BLOCK_W):
+            column = start * 8 + tl.arange(0, BLOCK_W // _WORDS) * _CHUNK
+            found = found + (of_chunks(at_ptr, n, n_live, column, K, GROUP),)  # noqa: RUF005 - Triton's tuples
+    return found
+
+
+@triton.jit
+def _prefetch(start_ptr, row, live, BYTES: tl.constexpr):
+    """Prefetch BYTES bytes of each row of a matrix, of rows that are so long, into the L2 cache."""
+    if BYTES % 16 == 0:
+        ask: tl.constexpr = """{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.b32 $0, 0; }"""
+        size = tl.where(live, BYTES, 0)
+        address = start_ptr.to(tl.int64) + row * BYTES
+        tl.inline_asm_elementwise(ask, "=r,l,r", [address, size], tl.int32, False, 1)
+
+
+@triton.jit
+def _prefetch_rows(
+    w_ptr, scale_ptr, first, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Prefetch AHEAD programs' rows of W, counted from row `first` on, while the previous kernel still runs and leaves
+    the memory idle. The first programs do this for all."""
+    COUNT: tl.constexpr = AHEAD * BLOCK_N
+    tl.static_assert(COUNT <= THREADS)
+    thread = tl.arange(0, THREADS)
+    row = tl.program_id(0).to(tl.int64) * COUNT + thread
+    live = (thread < COUNT) & (row < N)
+    _prefetch(w_ptr, first + row, live, K // 2)
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    if AHEAD > 1:
+        _prefetch(scale_ptr, first + row, live, GROUPS * (scale_ptr.dtype.element_ty.primitive_bitwidth // 8))
+
+
 @kernel
 def _int4_gemv_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, PAIR: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, GATE: tl.constexpr, IN_ORDER: tl.constexpr,
-    DP4A: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, THREADS: tl.constexpr, DP4A: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     WORDS: tl.constexpr = K // 8
     CHUNKS: tl.constexpr = BLOCK_W // _WORDS
@@ -176,11 +228,34 @@ def _int4_gemv_kernel(
     up = w
     if GATE is not None:
         up = load_words(up_at, n_live, words, 0, WORDS, BLOCK_W)
+    if PDL and AHEAD > 0:
+        _prefetch_rows(w_ptr, scale_ptr, 0, N, K, GROUP, AHEAD, BLOCK_N, THREADS)
+        if GATE is not None:
+            _prefetch_rows(w_ptr, scale_ptr, N, N, K, GROUP, AHEAD, BLOCK_N, THREADS)
+    # Scales and zero points, too, do not depend on the previous kernel. Loaded where they are used, each would wait for
+    # the memory.
+    scales = _of_all_chunks(scale_ptr, n, n_live, K, GROUP, BLOCK_W)
+    zeros = _of_all_chunks(zero_ptr, n, n_live, K, GROUP, BLOCK_W)
+    up_scales = scales
+    up_zeros = zeros
+    if GATE is not None:
+        up_scales = _of_all_chunks(scale_ptr, N + n, n_live, K, GROUP, BLOCK_W)
+        up_zeros = _of_all_chunks(zero_ptr, N + n, n_live, K, GROUP, BLOCK_W)
+    bias = 0.0
+    up_bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
+        if GATE is not None:
+            up_bias = tl.load(bias_ptr + N + n, mask=n_live, other=0.0).to(tl.float32)
     if IN_ORDER and PDL:
         gdc_wait()
         gdc_launch_dependents()
     else:
         wait_for_previous(PDL)
+    before = ()
+    if residual_ptr is not None:  # y is the residual stream: each program adds to its own part
+        for m in tl.static_range(ROWS):
+            before = before + (tl.load(residual_ptr + m * y_stride + n, mask=n_live & (m < M), other=0.0),)  # noqa: RUF005
     sums = ()
     squares = ()
     for _ in tl.static_range(ROWS):
@@ -194,17 +269,13 @@ def _int4_gemv_kernel(
             next_w = load_words(w_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
             if GATE is not None:
                 next_up = load_words(up_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
-        column = start * 8 + tl.arange(0, CHUNKS) * _CHUNK
-        scale = of_chunks(scale_ptr, n, n_live, column, K, GROUP).to(tl.float32)
+        scale = scales[start // BLOCK_W].to(tl.float32)
+        up_scale = up_scales[start // BLOCK_W].to(tl.float32)
         zero = MIDDLE
+        up_zero = MIDDLE
         if zero_ptr is not None:
-            zero = of_chunks(zero_ptr, n, n_live, column, K, GROUP).to(tl.int32)
-        up_scale = scale
-        up_zero = zero
-        if GATE is not None:
-            up_scale = of_chunks(scale_ptr, N + n, n_live, column, K, GROUP).to(tl.float32)
-            if zero_ptr is not None:
-                up_zero = of_chunks(zero_ptr, N + n, n_live, column, K, GROUP).to(tl.int32)
+            zero = zeros[start // BLOCK_W].to(tl.int32)
+            up_zero = up_zeros[start // BLOCK_W].to(tl.int32)
         byte = (start + words) * 4
         at = byte // PAIR * (2 * PAIR) + byte % PAIR
         live = start + words < WORDS
@@ -224,12 +295,6 @@ def _int4_gemv_kernel(
             squares = squares + (squares_so_far[m] + square,)  # noqa: RUF005
         w = next_w
         up = next_up
-    bias = 0.0
-    up_bias = 0.0
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
-        if GATE is not None:
-            up_bias = tl.load(bias_ptr + N + n, mask=n_live, other=0.0).to(tl.float32)
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         factor = 1.0
@@ -240,8 +305,7 @@ def _int4_gemv_kernel(
             y = activated(y.to(tl.float32), GATE).to(dtype).to(tl.float32)
             y = (y * (tl.sum(up_sums[m], 1) * factor + up_bias).to(dtype).to(tl.float32)).to(dtype)
         if residual_ptr is not None:
-            before = tl.load(residual_ptr + m * y_stride + n, mask=n_live & (m < M), other=0.0)
-            y = (y.to(tl.float32) + before.to(tl.float32)).to(dtype)
+            y = (y.to(tl.float32) + before[m].to(tl.float32)).to(dtype)
         tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
 
 
@@ -261,35 +325,33 @@ def gemv(
     gate: str | None = None,
     residual: torch.Tensor | None = None,
     in_order: bool = False,
-    tiles: tuple[int, int, int] | None = None,
+    tiles: Int4Tiles | None = None,
 ) -> torch.Tensor:
-    """small_batch.gemv for up to MOST_ROWS rows and a weight that passes `supports`; columns of x in packed order.
-
-    tiles: outputs per program, words of each output that it reads at a time, warps.
-    """
+    """small_batch.gemv for up to MOST_ROWS rows and a weight that passes `supports`; columns of x in packed order."""
     rows, inner = x.shape
     assert rows <= MOST_ROWS
     x = aligned(x)
     outputs = packed.shape[0] // (1 if gate is None else 2)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if residual is None else residual
     norm_weight, eps = (None, 0.0) if norm is None else (aligned(norm[0]), norm[1])
-    block_n, block_w, warps = tiles or _tiles(rows, gated=gate is not None)
+    tiles = tiles or tiles_for(rows, gated=gate is not None)
+    block_n, block_w, warps, ahead = tiles
     _int4_gemv_kernel(
         (triton.cdiv(outputs, block_n),), x, packed.values.view(torch.int32), packed.scale, packed.zero, bias,
         norm_weight, residual, y, rows, x.stride(0), y.stride(0), eps, wide_offset or 0.0,
         N=outputs, K=inner, GROUP=packed.group, MIDDLE=MIDDLE[packed.kind], PAIR=pair_distance(packed.group),
         ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n,
         BLOCK_W=max(4, min(block_w, triton.next_power_of_2(inner // 8))), GATE=gate, IN_ORDER=in_order,
-        DP4A=not interpreted(), num_warps=warps,
+        AHEAD=min(ahead, 32 * warps // block_n), THREADS=32 * warps, DP4A=not interpreted(), num_warps=warps,
     )  # fmt: skip
     return y
 
 
-def _tiles(rows: int, *, gated: bool) -> tuple[int, int, int]:
+def tiles_for(rows: int, *, gated: bool) -> Int4Tiles:
     """The fastest, or nearly so, of those that were tried with the shapes of an 8B model on an H100."""
     if rows == 1:
-        return (4, 512, 4) if gated else (8, 256, 2)
-    return 8, 512, 4
+        return Int4Tiles(4, 512, 4, 4) if gated else Int4Tiles(8, 256, 2, 1)
+    return Int4Tiles(8, 512, 4, 1)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
