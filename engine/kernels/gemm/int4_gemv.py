@@ -73,77 +73,131 @@ def _high_and_low(a, b, c, d, unit, DP4A: tl.constexpr):
 
 
 @triton.jit
-def _dot4(q, high, low, DP4A: tl.constexpr):
-    """The sum of q (256 high + low), int32, over a word's bytes q, which are 0 to 15."""
+def _dot4(q, high, low):
+    """The sum of q (256 high + low), int32, over a word's bytes q, which are 0 to 15. Without dp4a."""
+    total = q * 0
+    for j in tl.static_range(4):
+        x = ((high << (24 - 8 * j)) >> 24) * 256 + ((low >> (8 * j)) & 255)
+        total += ((q >> (8 * j)) & 15) * x
+    return total
+
+
+@triton.jit
+def dot_chunk(w, x, DP4A: tl.constexpr):
+    """The sum of q (256 high + low), int32, over the numbers of a chunk: four words of codes, and x as `fixed_point`
+    returns it. The upper halves of bytes count 16 times until the end, which saves shifting each word."""
+    near_high, near_low, far_high, far_low = x
     if DP4A:
-        dot: tl.constexpr = """{ .reg .s32 h, l; dp4a.u32.s32 h, $1, $2, 0; dp4a.u32.u32 l, $1, $3, 0;
-            mad.lo.s32 $0, h, 256, l; }"""
-        return tl.inline_asm_elementwise(dot, "=r,r,r,r", [q, high, low], tl.int32, True, 1)
+        dot: tl.constexpr = """{ .reg .b32 q, p; .reg .s32 h, l, u, v;
+            and.b32 q, $1, 0x0F0F0F0F; and.b32 p, $1, 0xF0F0F0F0; dp4a.u32.s32 h, q, $5, 0; dp4a.u32.u32 l, q, $9, 0;
+            dp4a.u32.s32 u, p, $13, 0; dp4a.u32.u32 v, p, $17, 0;
+            and.b32 q, $2, 0x0F0F0F0F; and.b32 p, $2, 0xF0F0F0F0; dp4a.u32.s32 h, q, $6, h; dp4a.u32.u32 l, q, $10, l;
+            dp4a.u32.s32 u, p, $14, u; dp4a.u32.u32 v, p, $18, v;
+            and.b32 q, $3, 0x0F0F0F0F; and.b32 p, $3, 0xF0F0F0F0; dp4a.u32.s32 h, q, $7, h; dp4a.u32.u32 l, q, $11, l;
+            dp4a.u32.s32 u, p, $15, u; dp4a.u32.u32 v, p, $19, v;
+            and.b32 q, $4, 0x0F0F0F0F; and.b32 p, $4, 0xF0F0F0F0; dp4a.u32.s32 h, q, $8, h; dp4a.u32.u32 l, q, $12, l;
+            dp4a.u32.s32 u, p, $16, u; dp4a.u32.u32 v, p, $20, v;
+            mad.lo.s32 l, h, 256, l; mad.lo.s32 v, u, 256, v; shr.s32 v, v, 4; add.s32 $0, l, v; }"""
+        operands = [
+            w[0], w[1], w[2], w[3], near_high[0], near_high[1], near_high[2], near_high[3], near_low[0], near_low[1],
+            near_low[2], near_low[3], far_high[0], far_high[1], far_high[2], far_high[3], far_low[0], far_low[1],
+            far_low[2], far_low[3],
+        ]  # fmt: skip
+        registers: tl.constexpr = "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r"
+        return tl.inline_asm_elementwise(dot, registers, operands, tl.int32, True, 1)
     else:
-        total = q * 0
-        for j in tl.static_range(4):
-            x = ((high << (24 - 8 * j)) >> 24) * 256 + ((low >> (8 * j)) & 255)
-            total += ((q >> (8 * j)) & 15) * x
+        total = _dot4(w[0] & 0x0F0F0F0F, near_high[0], near_low[0])
+        total += _dot4((w[0] >> 4) & 0x0F0F0F0F, far_high[0], far_low[0])
+        for i in tl.static_range(1, 4):
+            total += _dot4(w[i] & 0x0F0F0F0F, near_high[i], near_low[i])
+            total += _dot4((w[i] >> 4) & 0x0F0F0F0F, far_high[i], far_low[i])
         return total
 
 
 @triton.jit
-def dot8(word, high, low, far_high, far_low, DP4A: tl.constexpr):
-    """The same for a word of codes: its lower halves with (high, low), its upper halves with the columns PAIR
-    farther."""
-    if DP4A:
-        dot: tl.constexpr = """{ .reg .b32 q, p; .reg .s32 h, l;
-            and.b32 q, $1, 0x0F0F0F0F; shr.u32 p, $1, 4; and.b32 p, p, 0x0F0F0F0F;
-            dp4a.u32.s32 h, q, $2, 0; dp4a.u32.u32 l, q, $3, 0;
-            dp4a.u32.s32 h, p, $4, h; dp4a.u32.u32 l, p, $5, l; mad.lo.s32 $0, h, 256, l; }"""
-        operands = [word, high, low, far_high, far_low]
-        return tl.inline_asm_elementwise(dot, "=r,r,r,r,r,r", operands, tl.int32, True, 1)
-    else:
-        near = _dot4(word & 0x0F0F0F0F, high, low, DP4A)
-        return near + _dot4((word >> 4) & 0x0F0F0F0F, far_high, far_low, DP4A)
+def sum_chunk(x, DP4A: tl.constexpr):
+    """The sum of x alone over each chunk, int32."""
+    ones = tl.full(x[0][0].shape, 0x11111111, tl.int32)
+    return dot_chunk((ones, ones, ones, ones), x, DP4A)
 
 
 @triton.jit
-def by_chunk(words):
-    """[..., words] -> [..., chunks]: sums within a thread."""
-    if len(words.shape) == 1:
-        return tl.sum(tl.reshape(words, [words.shape[0] // _WORDS, _WORDS]), 1)
+def _sixteen(at_ptr, at, live, DP4A: tl.constexpr):
+    """The 16 numbers from column `at` of each chunk on, as four 64-bit numbers of four each; zeros outside. A thread
+    reads those of its own chunks, so nothing moves between threads."""
+    if DP4A:
+        load: tl.constexpr = """{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b64 $0, 0; mov.b64 $1, 0; mov.b64 $2, 0;
+            mov.b64 $3, 0; @p ld.global.v2.b64 {$0, $1}, [$4]; @p ld.global.v2.b64 {$2, $3}, [$4 + 16]; }"""
+        address = at_ptr.to(tl.int64) + at * (at_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        operands = [address, live.to(tl.int32)]
+        return tl.inline_asm_elementwise(load, "=&l,=&l,=&l,=&l,l,r", operands, (tl.int64, tl.int64, tl.int64, tl.int64), False, 1)
     else:
-        return tl.sum(tl.reshape(words, [words.shape[0], words.shape[1] // _WORDS, _WORDS]), 2)
+        fours = at_ptr.to(tl.pointer_type(tl.int64)) + at // 4
+        first = tl.load(fours, mask=live, other=0)
+        second = tl.load(fours + 1, mask=live, other=0)
+        third = tl.load(fours + 2, mask=live, other=0)
+        return first, second, third, tl.load(fours + 3, mask=live, other=0)
+
+
+@triton.jit
+def _numbers(sixteen, TYPE: tl.constexpr):
+    """The 16 numbers as float32."""
+    found = ()
+    for i in tl.static_range(4):
+        for j in tl.static_range(4):
+            found = found + (_one(sixteen[i], j, TYPE),)  # noqa: RUF005 - Triton's tuples
+    return found
+
+
+@triton.jit
+def _normed(numbers, weights, offset):
+    found = ()
+    for i in tl.static_range(16):
+        found = found + (numbers[i] * (weights[i] + offset),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _in_bytes(numbers, steps, DP4A: tl.constexpr):
+    high = ()
+    low = ()
+    for i in tl.static_range(4):
+        h, l = _high_and_low(
+            numbers[4 * i], numbers[4 * i + 1], numbers[4 * i + 2], numbers[4 * i + 3], steps, DP4A
+        )
+        high = high + (h,)  # noqa: RUF005
+        low = low + (l,)  # noqa: RUF005
+    return high, low
 
 
 @triton.jit
 def fixed_point(x_ptr, norm_ptr, offset, at, live, PAIR: tl.constexpr, DP4A: tl.constexpr):
-    """x in fixed point for the words that begin at columns `at`: high and low bytes [words], those of the columns PAIR
-    farther, and the chunks' units; and, for a norm, the sum of squares of x [words]."""
+    """x in fixed point for the chunks that begin at columns `at`: (high and low bytes, those of the columns PAIR
+    farther), each for a chunk's four words; the chunks' units; and, for a norm, the sum of squares of x [chunks]."""
     x_type: tl.constexpr = x_ptr.dtype.element_ty
-    fours = x_ptr.to(tl.pointer_type(tl.int64))
-    near = tl.load(fours + at // 4, mask=live, other=0)
-    far = tl.load(fours + (at + PAIR) // 4, mask=live, other=0)
-    a, b, c, d = _one(near, 0, x_type), _one(near, 1, x_type), _one(near, 2, x_type), _one(near, 3, x_type)
-    e, f, g, h = _one(far, 0, x_type), _one(far, 1, x_type), _one(far, 2, x_type), _one(far, 3, x_type)
-    squares = a * a + b * b + c * c + d * d + e * e + f * f + g * g + h * h
+    near = _numbers(_sixteen(x_ptr, at, live, DP4A), x_type)
+    far = _numbers(_sixteen(x_ptr, at + PAIR, live, DP4A), x_type)
+    squares = near[0] * near[0] + far[0] * far[0]
+    for i in tl.static_range(1, 16):
+        squares += near[i] * near[i] + far[i] * far[i]
     if norm_ptr is not None:
         norm_type: tl.constexpr = norm_ptr.dtype.element_ty
-        norms = norm_ptr.to(tl.pointer_type(tl.int64))
-        near = tl.load(norms + at // 4, mask=live, other=0)
-        far = tl.load(norms + (at + PAIR) // 4, mask=live, other=0)
-        a *= _one(near, 0, norm_type) + offset
-        b *= _one(near, 1, norm_type) + offset
-        c *= _one(near, 2, norm_type) + offset
-        d *= _one(near, 3, norm_type) + offset
-        e *= _one(far, 0, norm_type) + offset
-        f *= _one(far, 1, norm_type) + offset
-        g *= _one(far, 2, norm_type) + offset
-        h *= _one(far, 3, norm_type) + offset
-    size = _larger(_larger(_larger(a, b), _larger(c, d)), _larger(_larger(e, f), _larger(g, h)))
-    chunks: tl.constexpr = at.shape[0] // _WORDS
-    largest = tl.reduce(tl.reshape(size, [chunks, _WORDS]), 1, _larger)
+        near = _normed(near, _numbers(_sixteen(norm_ptr, at, live, DP4A), norm_type), offset)
+        far = _normed(far, _numbers(_sixteen(norm_ptr, at + PAIR, live, DP4A), norm_type), offset)
+    largest = _larger(near[0], far[0])
+    for i in tl.static_range(1, 16):
+        largest = _larger(largest, _larger(near[i], far[i]))
     steps = _LARGEST / tl.maximum(largest, 1e-30)
-    steps = tl.reshape(tl.broadcast_to(steps[:, None], [chunks, _WORDS]), [at.shape[0]])
-    high, low = _high_and_low(a, b, c, d, steps, DP4A)
-    far_high, far_low = _high_and_low(e, f, g, h, steps, DP4A)
-    return high, low, far_high, far_low, largest / _LARGEST, squares
+    near_high, near_low = _in_bytes(near, steps, DP4A)
+    far_high, far_low = _in_bytes(far, steps, DP4A)
+    return (near_high, near_low, far_high, far_low), largest / _LARGEST, squares
+
+
+@triton.jit
+def first_columns(chunk, PAIR: tl.constexpr):
+    """The first column of each chunk."""
+    byte = chunk * (4 * _WORDS)
+    return byte // PAIR * (2 * PAIR) + byte % PAIR
 
 
 @triton.jit
@@ -164,10 +218,25 @@ def of_chunks(at_ptr, n, n_live, column, K: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def chunk_sums(words, total, high, low, far_high, far_low, zero, scale, unit, DP4A: tl.constexpr):
+def _words_of_chunks(words):
+    """The four words of each chunk: [N, words] -> four times [N, chunks]. A thread holds all four."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // _WORDS, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _for_outputs(four):
+    return four[0][None, :], four[1][None, :], four[2][None, :], four[3][None, :]
+
+
+@triton.jit
+def chunk_sums(words, x, total, zero, scale, unit, DP4A: tl.constexpr):
     """Sums of (q - zero) scale x over the chunks of words [BLOCK_N, BLOCK_W]; `total` is the sum of x alone."""
-    dots = dot8(words, high[None, :], low[None, :], far_high[None, :], far_low[None, :], DP4A)
-    return (by_chunk(dots) - zero * total[None, :]).to(tl.float32) * (scale * unit[None, :])
+    x = (_for_outputs(x[0]), _for_outputs(x[1]), _for_outputs(x[2]), _for_outputs(x[3]))
+    dots = dot_chunk(_words_of_chunks(words), x, DP4A)
+    return (dots - zero * total[None, :]).to(tl.float32) * (scale * unit[None, :])
 
 
 @triton.jit
@@ -260,7 +329,7 @@ def _int4_gemv_kernel(
     squares = ()
     for _ in tl.static_range(ROWS):
         sums = sums + (tl.zeros([BLOCK_N, CHUNKS], tl.float32),)  # noqa: RUF005 - Triton's tuples
-        squares = squares + (tl.zeros([BLOCK_W], tl.float32),)  # noqa: RUF005
+        squares = squares + (tl.zeros([CHUNKS], tl.float32),)  # noqa: RUF005
     up_sums = sums
     for start in tl.static_range(0, WORDS, BLOCK_W):
         next_w = w
@@ -276,21 +345,20 @@ def _int4_gemv_kernel(
         if zero_ptr is not None:
             zero = zeros[start // BLOCK_W].to(tl.int32)
             up_zero = up_zeros[start // BLOCK_W].to(tl.int32)
-        byte = (start + words) * 4
-        at = byte // PAIR * (2 * PAIR) + byte % PAIR
-        live = start + words < WORDS
+        chunk = start // _WORDS + tl.arange(0, CHUNKS)
+        at = first_columns(chunk, PAIR)
+        live = chunk < WORDS // _WORDS
         so_far, up_so_far, squares_so_far = sums, up_sums, squares
         sums, up_sums, squares = (), (), ()
         for m in tl.static_range(ROWS):
-            high, low, far_high, far_low, unit, square = fixed_point(
+            in_bytes, unit, square = fixed_point(
                 x_ptr + m * x_stride, norm_ptr, offset, at, live & (m < M), PAIR, DP4A
             )
-            ones = tl.full([BLOCK_W], 0x11111111, tl.int32)
-            total = by_chunk(dot8(ones, high, low, far_high, far_low, DP4A))
-            added = chunk_sums(w, total, high, low, far_high, far_low, zero, scale, unit, DP4A)
+            total = sum_chunk(in_bytes, DP4A)
+            added = chunk_sums(w, in_bytes, total, zero, scale, unit, DP4A)
             sums = sums + (so_far[m] + added,)  # noqa: RUF005
             if GATE is not None:
-                added = chunk_sums(up, total, high, low, far_high, far_low, up_zero, up_scale, unit, DP4A)
+                added = chunk_sums(up, in_bytes, total, up_zero, up_scale, unit, DP4A)
             up_sums = up_sums + (up_so_far[m] + added,)  # noqa: RUF005
             squares = squares + (squares_so_far[m] + square,)  # noqa: RUF005
         w = next_w
@@ -355,6 +423,6 @@ def tiles_for(rows: int, *, gated: bool) -> Int4Tiles:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, copied if it is not aligned for reading four numbers at a time."""
+    """x, copied if it is not aligned for reading eight numbers at a time."""
     rows_apart = x.stride(0) if x.ndim > 1 else 0
-    return x.clone(memory_format=torch.contiguous_format) if rows_apart % 4 or x.data_ptr() % 8 else x
+    return x.clone(memory_format=torch.contiguous_format) if rows_apart % 8 or x.data_ptr() % 16 else x
