@@ -109,8 +109,10 @@ def _sixteen(at_ptr, at, live, DP4A: tl.constexpr):
         load: tl.constexpr = """{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b64 $0, 0; mov.b64 $1, 0; mov.b64 $2, 0;
             mov.b64 $3, 0; @p ld.global.v2.b64 {$0, $1}, [$4]; @p ld.global.v2.b64 {$2, $3}, [$4 + 16]; }"""
         address = at_ptr.to(tl.int64) + at * (at_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        operands = [address, live.to(tl.int32)]
-        return tl.inline_asm_elementwise(load, "=&l,=&l,=&l,=&l,l,r", operands, (tl.int64, tl.int64, tl.int64, tl.int64), False, 1)
+        return tl.inline_asm_elementwise(
+            load, "=&l,=&l,=&l,=&l,l,r", [address, live.to(tl.int32)], (tl.int64, tl.int64, tl.int64, tl.int64), False,
+            1,
+        )  # fmt: skip
     else:
         fours = at_ptr.to(tl.pointer_type(tl.int64)) + at // 4
         first = tl.load(fours, mask=live, other=0)
@@ -145,11 +147,10 @@ def _in_bytes(numbers, steps, DP4A: tl.constexpr):
     high = ()
     low = ()
     for i in tl.static_range(4):
-        h, l = _high_and_low(
-            numbers[4 * i], numbers[4 * i + 1], numbers[4 * i + 2], numbers[4 * i + 3], steps, DP4A
-        )
-        high = high + (h,)  # noqa: RUF005
-        low = low + (l,)  # noqa: RUF005
+        four = numbers[4 * i], numbers[4 * i + 1], numbers[4 * i + 2], numbers[4 * i + 3]
+        highs, lows = _high_and_low(four[0], four[1], four[2], four[3], steps, DP4A)
+        high = high + (highs,)  # noqa: RUF005
+        low = low + (lows,)  # noqa: RUF005
     return high, low
 
 
