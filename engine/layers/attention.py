@@ -145,7 +145,11 @@ class Attention(nn.Module):
             attention_decode.decode(
                 q[:single], self.k_cache, self.v_cache, batch.rows[:single], batch.seq_lens[:single],
                 batch.block_table, out[:single], splits=splits, scale=self.scale, window=self.window,
-                softcap=self.softcap, shared=prefix, **self._kv_scales,
+                softcap=self.softcap, shared=prefix,
+                shortest=attention_decode.shortest_slice(
+                    single, self.num_kv_heads, self.head_dim, batch.multiprocessors
+                ),
+                **self._kv_scales,
             )  # fmt: skip
         if batch.tiles is not None:
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018

@@ -15,7 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.moe.tiles import VECTOR_TOKENS, Form, Shape, all_kinds, form_of, shape_of, tiles_for
+from engine.kernels.moe.tiles import (
+    JOINED_TOKENS,
+    VECTOR_TOKENS,
+    Form,
+    Shape,
+    all_kinds,
+    form_of,
+    shape_of,
+    tiles_for,
+)
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.kernels.runtime.gpu_target import Target
 from engine.layers.activation import Gate
@@ -166,13 +175,26 @@ class RoutedExperts(nn.Module):
     def runs_block(self, rows: int, router: Router, dense: "DenseBranch | None") -> bool:
         """Whether so many rows run the whole block, with the router and the dense branch, as the kernels of
         kernels/moe/few_tokens.py."""
-        if not router.weight.is_cuda or not self.fused or self.form != "rows" or self.batch_invariant:
-            return False
-        from engine.kernels.moe.few_tokens import joins
+        return self._in_block(dense) and self.routes(rows, router)
+
+    def takes_dense(self, rows: int, dense: "DenseBranch") -> bool:
+        """Whether those kernels take so many rows and this dense branch. If they do not choose the experts themselves
+        (`routes`), the router does."""
+        return VECTOR_TOKENS < rows <= JOINED_TOKENS and self._in_block(dense)
+
+    def routes(self, rows: int, router: Router) -> bool:
+        """Whether one kernel chooses the experts of so many rows and groups them."""
         from engine.kernels.moe.routing import supports
 
+        return supports(rows, router.top_k, router.weight)
+
+    def _in_block(self, dense: "DenseBranch | None") -> bool:
         _, w2, _, scale2 = self.stacks
-        return supports(rows, router.top_k, router.weight) and (dense is None or joins(dense, w2, scale2))
+        if not w2.is_cuda or not self.fused or self.form != "rows" or self.batch_invariant:
+            return False
+        from engine.kernels.moe.few_tokens import joins
+
+        return dense is None or joins(dense, w2, scale2)
 
     def forward(self, x: torch.Tensor | QuantizedRows, routing: Routing) -> torch.Tensor:
         """[T, H] -> [T, H]."""

@@ -150,9 +150,11 @@ class ParallelExperts(nn.Module):
             "top_k": router.top_k, "gate": self.experts.gate, "expert_scale": self.router.per_expert_scale,
             "for_router": for_router, "dense": dense,
         }  # fmt: skip
-        if self.experts.runs_block(rows, router, dense):
+        if self.experts.takes_dense(rows, dense):
+            chosen = None if self.experts.routes(rows, router) else self.router(for_router)
             ours, of_mlp = few_tokens.sparse_block(
-                kernel_rows(x), router.weight, *self.experts.stacks, for_dense=kernel_rows(normed), **options
+                kernel_rows(x), router.weight, *self.experts.stacks, for_dense=kernel_rows(normed), chosen=chosen,
+                **options,
             )
         elif few:
             assert isinstance(x, torch.Tensor)

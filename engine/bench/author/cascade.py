@@ -75,13 +75,23 @@ class Layers:
     def plain(self, multiprocessors: int) -> list[Callable[[], object]]:
         from engine.kernels.attention import decode
 
-        splits = decode.num_splits(len(self.q), self.heads.key, multiprocessors)
+        slices = self._slices(multiprocessors)
         return [
             lambda k=k, v=v: decode.decode(
-                self.q, k, v, self.rows, self.lengths, self.table, self.out, splits=splits, scale=0.1
+                self.q, k, v, self.rows, self.lengths, self.table, self.out, scale=0.1, shared=None, **slices
             )
             for k, v in self.caches
         ] * _TURNS
+
+    def _slices(self, multiprocessors: int) -> dict[str, int]:
+        """As layers.attention cuts sequences into slices."""
+        from engine.kernels.attention import decode
+
+        batch, heads = len(self.q), self.heads
+        return {
+            "splits": decode.num_splits(batch, heads.key, multiprocessors),
+            "shortest": decode.shortest_slice(batch, heads.key, heads.dim, multiprocessors),
+        }
 
     def once(
         self, multiprocessors: int, options: Mapping[str, int] = MappingProxyType({}), *, tail: bool = True
@@ -89,7 +99,7 @@ class Layers:
         """`tail`: also each sequence's own tokens. `options`: of the kernel that reads the prefix."""
         from engine.kernels.attention import decode, shared_prefix
 
-        splits = decode.num_splits(len(self.q), self.heads.key, multiprocessors)
+        slices = self._slices(multiprocessors)
         prefix_splits = shared_prefix.num_splits(len(self.q), self.heads.query, self.heads.key, multiprocessors)
         chosen = {"splits": prefix_splits, **options}
 
@@ -99,9 +109,8 @@ class Layers:
             )
             if tail:
                 decode.decode(
-                    self.q, k, v, self.rows, self.lengths, self.table, self.out, splits=splits, scale=0.1,
-                    shared=prefix,
-                )  # fmt: skip
+                    self.q, k, v, self.rows, self.lengths, self.table, self.out, scale=0.1, shared=prefix, **slices
+                )
 
         return [lambda k=k, v=v: step(k, v) for k, v in self.caches] * _TURNS
 

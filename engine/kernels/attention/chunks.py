@@ -1,10 +1,13 @@
 """Paged attention of chunks of any length on the GPU, in one launch, over the pages of attention.pages.
 
-Grid (tiles, Hkv). The host lists the tiles of BLOCK_Q query tokens. A tile holds BLOCK_Q * G query rows, those of all
-G = Hq / Hkv heads that share a key head (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys
-before the chunk come from the pages. The chunk's own keys come straight from the projection: in full precision, and
-contiguous. A sequence with one token in a mixed step takes a path with few rows; pure decode steps use
+Grid (tiles, Hkv, D / DV). The host lists the tiles of BLOCK_Q query tokens. A tile holds BLOCK_Q * G query rows, those
+of all G = Hq / Hkv heads that share a key head (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of
+two. Keys before the chunk come from the pages. The chunk's own keys come straight from the projection: in full
+precision, and contiguous. A sequence with one token in a mixed step takes a path with few rows; pure decode steps use
 attention.decode.
+
+The registers of a multiprocessor do not hold 128 outputs of 512 numbers, and with 64 the keys are read too often. So
+programs for such heads share a tile: each computes all scores, and DV numbers of the outputs.
 """
 
 import torch
@@ -22,7 +25,9 @@ from engine.kernels.attention.pages import (
 )
 from engine.kernels.pointwise.kv_format import KvScale, is_fp8
 from engine.kernels.runtime.gpu_target import Target
-from engine.kernels.runtime.launcher import kernel, shared_memory, target_of, wait_for_previous
+from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
+
+LARGEST_OUTPUT = 256  # numbers of an output that a program computes
 
 
 @kernel
@@ -30,8 +35,8 @@ def _mixed_kernel(
     q_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, out_ptr, tile_ptr, rows_ptr, starts_ptr, q_starts_ptr, counts_ptr,
     table_ptr, q_stride, own_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale,
     v_scale, softcap, window, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    DV: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     tile, h = tl.program_id(0), tl.program_id(1)
@@ -44,14 +49,16 @@ def _mixed_kernel(
         return
     table = table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride
     d = tl.arange(0, DP)
+    first_v = tl.program_id(2) * DV
+    dv = first_v + tl.arange(0, DV)
     if count == 1:  # a decoding sequence: few query rows, and its own key is in the cache as well
         g = tl.arange(0, GP)
-        at_row = (h * G + g)[:, None] * D + d[None, :]
+        at_row = (h * G + g)[:, None] * D
         q_mask = (g < G)[:, None] & (d < D)[None, :]
-        q = for_cache(tl.load(q_ptr + q_start * q_stride + at_row, mask=q_mask, other=0.0), FP8)
+        q = for_cache(tl.load(q_ptr + q_start * q_stride + at_row + d[None, :], mask=q_mask, other=0.0), FP8)
         m = tl.full([GP], -float("inf"), tl.float32)
         total = tl.zeros([GP], tl.float32)
-        acc = tl.zeros([GP, DP], tl.float32)
+        acc = tl.zeros([GP, DV], tl.float32)
         first = 0
         if WINDOW:
             first = tl.maximum(start + 1 - window, 0)
@@ -59,7 +66,7 @@ def _mixed_kernel(
         for at in range(first // TILE * TILE, start + 1, TILE):
             k, v, live = page_tile(
                 k_ptr, v_ptr, pages, at, first, start + 1, h, k_stride_page, k_stride_token, k_stride_head,
-                D, DP, PAGE, TILE,
+                D, DP, PAGE, TILE, first_v, DV,
             )  # fmt: skip
             of_k, of_v = tile_scales(
                 k, k_scale, v_scale, pages, at, first, start + 1, h, k_stride_page, k_stride_token, k_stride_head,
@@ -68,17 +75,20 @@ def _mixed_kernel(
             pages = pages_of(table, at + TILE, first, start + 1, PAGE, TILE)
             m, total, acc = attend_cached(q, k, v, of_k, of_v, m, total, acc, live[None, :], scale, softcap, SOFTCAP)
         out = acc * whole_scale(v_ptr, v_scale) / total[:, None]
-        tl.store(out_ptr + q_start * (HKV * G * D) + at_row, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+        out_mask = (g < G)[:, None] & (dv < D)[None, :]
+        at_out = q_start * (HKV * G * D) + at_row + dv[None, :]
+        tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=out_mask)
         return
     m_index = tl.arange(0, BLOCK_M)
     token_q = first_q + m_index // G
-    at_head = (h * G + m_index % G)[:, None] * D + d[None, :]
-    q_mask = ((m_index < BLOCK_Q * G) & (token_q < count))[:, None] & (d < D)[None, :]
+    at_head = (h * G + m_index % G)[:, None] * D
+    row_mask = ((m_index < BLOCK_Q * G) & (token_q < count))[:, None]
     at_q = (q_start + token_q)[:, None]
-    q = tl.load(q_ptr + at_q * q_stride + at_head, mask=q_mask, other=0.0)
+    q_at = q_ptr + at_q * q_stride + at_head + d[None, :]
+    q = tl.load(q_at, mask=row_mask & (d < D)[None, :], other=0.0)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DP], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
     n = tl.arange(0, TILE)
     # Keys before the chunk, from the pages.
     first = 0
@@ -88,8 +98,9 @@ def _mixed_kernel(
     pages = pages_of(table, first // TILE * TILE, first, start, PAGE, TILE)
     for at in range(first // TILE * TILE, start, TILE):
         k, v, live = page_tile(
-            k_ptr, v_ptr, pages, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
-        )
+            k_ptr, v_ptr, pages, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE,
+            first_v, DV,
+        )  # fmt: skip
         of_k, of_v = tile_scales(
             k, k_scale, v_scale, pages, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, PAGE, TILE
         )
@@ -99,47 +110,83 @@ def _mixed_kernel(
             visible = visible & ((at + n)[None, :] > (start + token_q)[:, None] - window)
         m, total, acc = attend_cached(cached_q, k, v, of_k, of_v, m, total, acc, visible, scale, softcap, SOFTCAP)
     acc = acc * whole_scale(v_ptr, v_scale)
-    # The chunk's own keys, from the projection. Tiles that every query sees in full need no mask.
+    if FP8 and DV < DP:  # read again: both forms of q at once would need twice the shared memory
+        q = tl.load(q_at, mask=row_mask & (d < D)[None, :], other=0.0, volatile=True)
+    # The chunk's own keys, from the projection. Between the window's edge and the tile's own tokens every query sees
+    # every key: no mask.
     k_new = k_new_ptr + q_start * own_stride + h * D
     v_new = v_new_ptr + q_start * own_stride + h * D
     begin = 0
-    unmasked = (first_q + 1) // TILE * TILE
+    diagonal = (first_q + 1) // TILE * TILE
     if WINDOW:
         begin = tl.maximum(first_q + 1 - window, 0) // TILE * TILE
-        unmasked = begin
-    for at in range(begin, unmasked, TILE):
-        token = (at + n) * own_stride
-        if D == DP:
-            k = tl.load(k_new + token[None, :] + d[:, None])
-            v = tl.load(v_new + token[:, None] + d[None, :])
-        else:
-            k = tl.load(k_new + token[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
-            v = tl.load(v_new + token[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
-        m, total, acc = attend(q, k, v, m, total, acc, True, scale, softcap, False, SOFTCAP)
-    for at in range(unmasked, tl.minimum(first_q + BLOCK_Q, count), TILE):
-        live = at + n < count
-        token = (at + n) * own_stride
-        k = tl.load(k_new + token[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(v_new + token[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-        visible = (at + n)[None, :] <= token_q[:, None]
-        if WINDOW:
-            visible = visible & ((at + n)[None, :] > token_q[:, None] - window)
-        m, total, acc = attend(q, k, v, m, total, acc, visible, scale, softcap, True, SOFTCAP)
+        whole = tl.cdiv(tl.maximum(first_q + BLOCK_Q - window, 0), TILE) * TILE  # from here on the last query sees all
+        whole = tl.minimum(whole, diagonal)
+        for at in range(begin, whole, TILE):
+            m, total, acc = _attend_own(
+                q, k_new, v_new, at, token_q, count, own_stride, window, m, total, acc, scale, softcap,
+                first_v, D, DP, DV, TILE, True, SOFTCAP, WINDOW,
+            )  # fmt: skip
+        begin = whole
+    for at in range(begin, diagonal, TILE):
+        m, total, acc = _attend_own(
+            q, k_new, v_new, at, token_q, count, own_stride, window, m, total, acc, scale, softcap,
+            first_v, D, DP, DV, TILE, False, SOFTCAP, WINDOW,
+        )  # fmt: skip
+    for at in range(diagonal, tl.minimum(first_q + BLOCK_Q, count), TILE):
+        m, total, acc = _attend_own(
+            q, k_new, v_new, at, token_q, count, own_stride, window, m, total, acc, scale, softcap,
+            first_v, D, DP, DV, TILE, True, SOFTCAP, WINDOW,
+        )  # fmt: skip
     out = acc / tl.where(total == 0, 1.0, total)[:, None]
-    tl.store(out_ptr + at_q * (HKV * G * D) + at_head, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+    at_out = at_q * (HKV * G * D) + at_head + dv[None, :]
+    tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=row_mask & (dv < D)[None, :])
+
+
+@triton.jit
+def _attend_own(
+    q, k_new, v_new, at, token_q, count, own_stride, window, m, total, acc, scale, softcap, first_v,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Attend to the chunk's own keys from `at` on. Without MASKED, all of them exist and every query sees them."""
+    n = at + tl.arange(0, TILE)
+    d = tl.arange(0, DP)
+    dv = first_v + tl.arange(0, DV)
+    token = n * own_stride
+    live = n < count
+    visible = True
+    if MASKED:
+        k = tl.load(k_new + token[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_new + token[:, None] + dv[None, :], mask=live[:, None] & (dv < D)[None, :], other=0.0)
+        visible = n[None, :] <= token_q[:, None]
+        if WINDOW:
+            visible = visible & (n[None, :] > token_q[:, None] - window)
+    elif D == DP:
+        k = tl.load(k_new + token[None, :] + d[:, None])
+        v = tl.load(v_new + token[:, None] + dv[None, :])
+    else:
+        k = tl.load(k_new + token[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
+        v = tl.load(v_new + token[:, None] + dv[None, :], mask=(dv < D)[None, :], other=0.0)
+    return attend(q, k, v, m, total, acc, visible, scale, softcap, MASKED, SOFTCAP)
 
 
 def _mixed_tiles(
-    block_m: int, padded_dim: int, fp8: bool, shared: int, fp8_units: bool = True, int8: bool = False
-) -> tuple[int, int]:
+    block_m: int, padded_dim: int, values: int, shared: int, *, fp8: bool = False, fp8_units: bool = True,
+    int8: bool = False,
+) -> tuple[int, int]:  # fmt: skip
     """Keys per iteration and pipeline depth that fit into `shared` bytes beside the queries (which, with an fp8 cache,
-    are held in two dtypes). Each stage takes one tile of keys and one of values. GPUs without e4m3 instructions run out
-    of registers with 64 keys, and all GPUs with wide heads and keys in int8."""
+    are held in two dtypes, unless programs share the tile). Each stage takes one tile of keys and one of `values`
+    numbers of each value. GPUs without e4m3 instructions run out of registers with 64 keys, and all GPUs with wide
+    heads and keys in int8."""
     wanted = ((64, 3), (64, 2), (32, 2), (16, 2)) if fp8_units or not fp8 else ((32, 3), (32, 2), (16, 2))
+    if values < padded_dim and not fp8 and not int8:  # with fewer keys, reading the queries again takes longer
+        wanted = ((64, 1), *wanted)
     if int8 and padded_dim > 256:
         wanted = ((16, 2),)
+    queries = padded_dim * block_m * (2 if fp8 and values == padded_dim else 1)
     for tile, stages in wanted:
-        if 2 * padded_dim * (block_m * (1 + fp8) + 2 * stages * tile) <= shared:
+        if 2 * (queries + (padded_dim + values) * stages * tile) <= shared:
             return tile, stages
     return 16, 1
 
@@ -150,11 +197,16 @@ def query_rows(dim: int, device: torch.device) -> int:
 
 
 def _query_rows(dim: int, gpu: Target) -> int:
-    if dim <= 128:
-        return 256 if gpu.large_shared and gpu.wgmma else 128
+    if dim <= 128 or _shares_tiles(dim, gpu):
+        return 128
     if dim <= 256:
         return 128 if gpu.large_shared else 64
     return 64 if gpu.large_shared else 16
+
+
+def _shares_tiles(dim: int, gpu: Target) -> bool:
+    """Whether several programs share a tile, each with LARGEST_OUTPUT numbers of the outputs."""
+    return dim > LARGEST_OUTPUT and gpu.large_shared and gpu.wgmma
 
 
 def mixed(
@@ -199,17 +251,21 @@ def mixed(
     assert k.stride(0) == v.stride(0)
     assert q.shape[0] * k.stride(0) < 2**31
     fp8 = is_fp8(k_cache)
+    gpu = target_of(q.device)
+    values = LARGEST_OUTPUT if _shares_tiles(dim, gpu) else padded
     if not tile:
         tile, num_stages = _mixed_tiles(
-            block_m, padded, fp8, shared_memory(q.device), target_of(q.device).fp8_units, k_cache.dtype == torch.int8
-        )
-        num_warps = 16 if block_m == 256 and not fp8 else 8
+            block_m, padded, values, gpu.shared_memory, fp8=fp8, fp8_units=gpu.fp8_units,
+            int8=k_cache.dtype == torch.int8,
+        )  # fmt: skip
+        num_warps = 8
     _mixed_kernel(
-        (tiles.shape[0], kv_heads), q, k, v, k_cache, v_cache, out, tiles, rows, starts, q_starts, counts, block_table,
+        (tiles.shape[0], kv_heads, padded // values), q, k, v, k_cache, v_cache, out, tiles, rows, starts, q_starts,
+        counts, block_table,
         q.stride(0), k.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
-        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, PAGE=k_cache.shape[1],
-        BLOCK_Q=block_q, BLOCK_M=block_m, TILE=tile, FP8=fp8, SOFTCAP=softcap is not None,
+        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, DV=values,
+        PAGE=k_cache.shape[1], BLOCK_Q=block_q, BLOCK_M=block_m, TILE=tile, FP8=fp8, SOFTCAP=softcap is not None,
         WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

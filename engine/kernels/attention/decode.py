@@ -28,10 +28,10 @@ from engine.kernels.attention.pages import (
     whole_scale,
 )
 from engine.kernels.pointwise.kv_format import KvScale, is_fp8
+from engine.kernels.runtime.gpu_target import LARGE_SHARED
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 SMALL_BATCH = 8  # sequences
-_LARGEST_TILE = 74 << 10  # bytes of shared memory that the compiled kernel takes for 128 keys of 128 numbers
 
 
 class Shared(NamedTuple):
@@ -50,8 +50,8 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
     shared_ptr, shared_part_ptr, shared_lse_ptr,
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
-    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr,
+    shortest, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, SHARED_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
@@ -64,7 +64,7 @@ def _decode_kernel(
     if SHARED:
         first = tl.load(shared_ptr + b)
         aligned = first
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS), SHORTEST // TILE)
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS), tl.cdiv(shortest, TILE))
     start = aligned + split * per_split * TILE
     end = tl.minimum(start + per_split * TILE, seq_len)
     g = tl.arange(0, GP)
@@ -164,14 +164,23 @@ def _merge(
 
 
 def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Slices per sequence, so that every multiprocessor has a few programs; a power of two, at most 64.
+    """The most slices per sequence; a power of two, at most 64. Few sequences: every multiprocessor has a few programs.
+    Many: several waves of them, which end together although lengths differ.
 
     Choose it by the padded batch size of a captured graph, not by lengths: a slice beyond a sequence's end costs only
     one load. Every slice but the last is a whole number of tiles, so short sequences simply leave slices empty. The
     number of slices changes the last bits of a result, because it changes the order of summation.
     """
-    wanted = max(1, 4 * multiprocessors // max(1, batch * num_kv_heads))
+    programs = (4 if batch <= SMALL_BATCH else 16) * multiprocessors
+    wanted = max(1, programs // max(1, batch * num_kv_heads))
     return min(64, 1 << (wanted.bit_length() - 1))
+
+
+def shortest_slice(batch: int, num_kv_heads: int, dim: int, multiprocessors: int) -> int:
+    """Keys that a slice has at least, a power of two: more slices would cost more than they spread, once sequences of
+    512 keys give every multiprocessor a few programs. One program with wide heads fills it."""
+    programs = (4 if dim <= 256 else 2) * multiprocessors
+    return max(32, min(256, triton.next_power_of_2(triton.cdiv(512 * batch * num_kv_heads, programs))))
 
 
 @functools.cache
@@ -179,17 +188,21 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     """Counters of finished slices, one per sequence and key head. The last program resets its counter to zero.
 
     There are enough for any batch: `num_splits` gives more than one slice only while sequences times key heads are at
-    most twice the number of multiprocessors."""
+    most eight times the number of multiprocessors."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int]:
     """Keys per iteration and pipeline depth, tuned on an H100. Iterations are small for few sequences, so that more
     programs have work, and where `shared` memory is small, because two programs must fit."""
+    if itemsize == 2 and padded_dim <= 128:
+        return 64, 2
+    if itemsize == 2 and padded_dim > 256 and shared >= LARGE_SHARED:
+        return (16 if batch <= SMALL_BATCH else 32), 2
     if batch <= SMALL_BATCH:
         return max(16, min(32, 4096 // padded_dim)), 3
-    if padded_dim <= 128 and itemsize == 2:
-        return (128 if shared >= 2 * _LARGEST_TILE else 64), 2
+    if itemsize == 2 and padded_dim == 256 and shared >= LARGE_SHARED:
+        return 64, 2
     return max(16, min(64, 8192 // padded_dim)), 3
 
 
@@ -238,9 +251,9 @@ def decode(
         (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
         *((None, None, None) if shared is None else (shared.tokens, shared.part, shared.lse)),
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
-        scale, k_scale, v_scale, softcap or 1.0, window or 0,
+        scale, k_scale, v_scale, softcap or 1.0, window or 0, shortest,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
-        DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=is_fp8(k_cache),
+        DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, FP8=is_fp8(k_cache),
         SOFTCAP=softcap is not None, WINDOW=window is not None, SHARED=0 if shared is None else shared.splits,
         SHARED_TILE=0 if shared is None else shared.tile, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

@@ -87,20 +87,21 @@ def pages_of(table, at, begin, end, PAGE: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def page_tile(
     k_ptr, v_ptr, pages, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
-    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, first_v=0, DV: tl.constexpr = None,
 ):  # fmt: skip
     """Keys [D, TILE] and values [TILE, D] of the positions from `at` on, read from `pages`; zeros outside
-    [begin, end)."""
+    [begin, end). With DV only the DV columns of the values from `first_v` on."""
     d = tl.arange(0, DP)
+    dv = first_v + tl.arange(0, DP if DV is None else DV)
     token = at + tl.arange(0, TILE)
     live = (token >= begin) & (token < end)
     offset = pages.to(tl.int64) * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
     k_mask, v_mask = live[None, :], live[:, None]
     if D != DP:
         k_mask = k_mask & (d < D)[:, None]
-        v_mask = v_mask & (d < D)[None, :]
+        v_mask = v_mask & (dv < D)[None, :]
     k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=k_mask, other=0.0)
-    v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=v_mask, other=0.0)
+    v = tl.load(v_ptr + offset[:, None] + dv[None, :], mask=v_mask, other=0.0)
     return k, v, live
 
 

@@ -112,7 +112,7 @@ def attend_prefix(
     softcap: float | None = None,
     tile: int = 0,
     num_warps: int = 8,
-    num_stages: int = 2,
+    num_stages: int = 0,
 ) -> Shared:
     """q [B, Hq, D] (rows may be strided), with one token of each sequence; `shared` [B] as above."""
     batch, num_heads, dim = q.shape
@@ -121,6 +121,8 @@ def attend_prefix(
     seqs = _sequences(group)
     if not tile:  # widening fp8 from its bits takes registers
         tile = 32 if is_fp8(k_cache) and not target_of(q.device).fp8_units else 64
+    if not num_stages:
+        num_stages = 3 if dim <= 128 and target_of(q.device).large_shared else 2
     part = torch.empty(batch * num_heads * splits, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
     _prefix_kernel(
@@ -146,6 +148,7 @@ def decode_shared(
     *,
     splits: int,
     prefix_splits: int,
+    shortest: int = 0,
     scale: float,
     k_scale: KvScale = 1.0,
     v_scale: KvScale = 1.0,
@@ -155,5 +158,5 @@ def decode_shared(
     common = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale, "softcap": softcap}
     prefix = attend_prefix(q, k_cache, v_cache, rows, shared, block_table, splits=prefix_splits, **common)
     return decode(
-        q, k_cache, v_cache, rows, seq_lens, block_table, out, splits=splits, shared=prefix, **common
+        q, k_cache, v_cache, rows, seq_lens, block_table, out, splits=splits, shortest=shortest, shared=prefix, **common
     )

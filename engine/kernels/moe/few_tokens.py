@@ -1,7 +1,8 @@
-"""A sparse block for 5 to 64 tokens. Steps of few sequences are bound by reading weights, and every additional kernel
-takes longer to start than its work takes.
+"""A sparse block for 5 to 64 tokens, with a dense branch up to 256. Such steps are bound by reading weights, and every
+additional kernel takes longer to start than its work takes.
 
-    route     router, choice of experts, and their pairs by expert                       moe.routing
+    route     router, choice of experts, and their pairs by expert                       moe.routing; beyond 64 tokens
+                                                                                         the caller has chosen
     gate_up   gate and up GEMMs of the chosen experts and of the dense branch            moe.grouped_gemm
     down      down GEMMs of both
     sum       weighted sums, added to the residual
@@ -15,7 +16,7 @@ token, so its weights are read at the same rate as theirs, by programs that woul
 import torch
 
 from engine.kernels.moe.decode import DenseBranch
-from engine.kernels.moe.experts import tiles_of
+from engine.kernels.moe.experts import group, tiles_of
 from engine.kernels.moe.grouped_gemm import DenseParts, Rows, add_up, expert_product
 from engine.kernels.moe.routing import route_and_group
 
@@ -46,18 +47,24 @@ def sparse_block(
     dense: DenseBranch | None = None,
     for_dense: Rows | None = None,
     residual: torch.Tensor | None = None,
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [T, H] -> Σ_j weight_j · expert_j(x) [T, H], and the result of the branch `dense` if it has no factor.
 
     As moe.decode.sparse_block, except that x and `for_dense` (None: x) may be in fp8 already. `for_router` [T, H] has
-    the dtype of the result. routing.supports and `joins` hold.
+    the dtype of the result. routing.supports and `joins` hold; or the caller gives the experts and their weights,
+    `chosen` as moe.experts.choose_experts does, and the dense branch has no factor.
     """
     tokens, hidden, dtype = *for_router.shape, for_router.dtype
     tiles = tiles_of(w2, scale2, top_k, tokens)
     factor = None if dense is None else dense.factor
-    weights, _, groups = route_and_group(
-        for_router, router, top_k, tiles.rows, renormalize=renormalize, expert_scale=expert_scale, factor=factor
-    )
+    if chosen is None:
+        weights, _, groups = route_and_group(
+            for_router, router, top_k, tiles.rows, renormalize=renormalize, expert_scale=expert_scale, factor=factor
+        )
+    else:
+        assert factor is None
+        weights, groups = chosen[0], group(chosen[1], w2.shape[0], tiles.rows)
     of_gate_up = of_down = apart = None
     parts = 0
     if dense is not None:

@@ -58,7 +58,7 @@ def _store(at, y, mask, ADD: tl.constexpr):
 @kernel
 def _grouped_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, order_ptr, blocks_ptr, y_ptr, dense_x_ptr, dense_ptr, dense_x_scale_ptr,
-    dense_scale_ptr, x_stride, dense_x_stride, T, P,
+    dense_scale_ptr, x_stride, dense_x_stride, T, P, every,
     N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FP8: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -66,11 +66,13 @@ def _grouped_kernel(
     wait_for_previous(PDL)
     m = tl.arange(0, ROWS)
     block = tl.program_id(1)
-    if PARTS > 0:  # the first blocks are the dense branch's: PARTS for each ROWS tokens
-        first = block // PARTS * ROWS
-        part = block % PARTS
-        is_dense = first < T
-        block = tl.maximum(block - PARTS * tl.cdiv(T, ROWS), 0)
+    if PARTS > 0:  # every few blocks one is the dense branch's: PARTS for each ROWS tokens
+        dense_blocks = PARTS * tl.cdiv(T, ROWS)
+        number = block // every
+        is_dense = (block % every == 0) & (number < dense_blocks)
+        block -= tl.minimum(tl.cdiv(block, every), dense_blocks)
+        first = number // PARTS * ROWS
+        part = number % PARTS
     at = blocks_ptr + 3 * block
     rows = tl.load(at + 2)
     if PARTS > 0:
@@ -212,13 +214,15 @@ def expert_product(
         product = int4.grouped_product if form == "int4" else group_scaled.grouped_product
         product(values, x_scale, weight, scale, order, blocks, out, share, rows, tiles, gate=gate)
         return out
-    num_blocks = blocks.shape[0] + parts * triton.cdiv(tokens, rows)
+    # The dense branch's blocks are spread: side by side they would all read one weight, and memory would be idle.
+    dense_blocks = parts * triton.cdiv(tokens, rows)
+    num_blocks = blocks.shape[0] + dense_blocks
     _grouped_kernel(
         (triton.cdiv(outputs, tiles.block_n), num_blocks), values, weight, x_scale, scale, order, blocks, out,
         more, None if dense is None else dense.weight, more_scale, None if dense is None else dense.scale,
-        values.stride(0), 0 if more is None else more.stride(0), tokens, pairs, N=outputs, K=inner, SHARE=share,
-        PARTS=parts, ROWS=rows, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, FP8=scale is not None, GATE=gate,
-        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
+        values.stride(0), 0 if more is None else more.stride(0), tokens, pairs, num_blocks // max(1, dense_blocks),
+        N=outputs, K=inner, SHARE=share, PARTS=parts, ROWS=rows, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
+        FP8=scale is not None, GATE=gate, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from engine.kernels.runtime import tuned_tables
-from engine.kernels.runtime.gpu_target import Target, tuned_file
+from engine.kernels.runtime.gpu_target import LARGE_SHARED, Target, tuned_file
 from engine.kernels.runtime.tuned_tables import TableError, number
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 VECTOR_TOKENS = 4  # up to this many tokens, each token reads its experts' weights for itself: moe.decode
 _INT4_PAIR_TOKENS = 8  # of int4, for which blocks of 16 rows take as long as 16 tokens that read their experts alone
 ROUTED_TOKENS = 64  # up to this many, one kernel does all between x and the grouped pairs: moe.routing
+JOINED_TOKENS = 256  # up to this many, a dense branch may run as further experts: moe.few_tokens
 SCALE_BLOCK = 128  # rows and columns of a weight that share a scale in the form "blocks"
 _BLOCK_ROWS = (16, 32, 64, 128)
 _TUNED = Path(__file__).with_name("tuned.json")
@@ -167,7 +168,8 @@ def all_kinds(shape: Shape, most: int, shared: int, gpu: Target | None = None) -
             kind = _power_of_two(tokens)
         else:
             router = routing_tokens(tokens) if tokens <= ROUTED_TOKENS else 0
-            kind = tiles_for(shape, tokens, shared, gpu), chunk_size(pairs), pairs <= chunk_size(pairs), router
+            alone = tokens > JOINED_TOKENS
+            kind = tiles_for(shape, tokens, shared, gpu), chunk_size(pairs), pairs <= chunk_size(pairs), router, alone
         if kind not in seen:
             seen.add(kind)
             found.append(tokens)
@@ -185,9 +187,9 @@ def chunk_size(pairs: int) -> int:
 
 
 def block_rows(shape: Shape, tokens: int) -> int:
-    """Rows of a block: 1.5 times an expert's average number of tokens, so that few experts need a second block, which
-    reads their weights again."""
-    wanted = 1.5 * tokens * shape.top_k / shape.num_experts
+    """Rows of a block: an expert's average number of tokens. A second block of an expert finds the weights in the L2
+    cache; rows that are padding cost arithmetic."""
+    wanted = tokens * shape.top_k / shape.num_experts
     return next((rows for rows in _BLOCK_ROWS if rows >= wanted), _BLOCK_ROWS[-1])
 
 
@@ -198,7 +200,7 @@ def max_blocks(pairs: int, num_experts: int, rows: int) -> int:
 
 def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     """Tiles by rule. Few rows are bound by memory: deep pipelines, two programs per multiprocessor. Many rows are bound
-    by arithmetic: large tiles."""
+    by arithmetic: large tiles, of which the last may lie partly beyond the weight's end."""
     inner, outputs = (shape.hidden, shape.inner) if gate else (shape.inner, shape.hidden)
     weights = 2 if gate else 1
     if shape.form != "rows":  # each step has a product of its own, in as many registers as the sums
@@ -208,6 +210,10 @@ def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
         stage = of_weight + rows * shape.x_itemsize * block_k
         room = shared - 1024 if rows == 128 else shared // 2 - 1024
         return MatrixTiles(block_n, block_k, warps, max(2, min(6, room // stage)))
+    if shape.itemsize == shape.x_itemsize == 1 and shared >= LARGE_SHARED and (rows > 32 or (rows == 32 and not gate)):
+        if gate:
+            return MatrixTiles(128, 128, 8, 4)
+        return MatrixTiles(256 if outputs % 256 == 0 else 128, 128, 8, 4 if rows == 64 else 3)
     large = rows == 128 and outputs % 128 == 0 and shared > 128 << 10
     block_n = 128 if large else 64
     widest = (256 if rows <= 32 else 128) // shape.x_itemsize

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import kernel_reference as attention_reference
+from engine.kernels.runtime.gpu_target import Target
 
 PAGE = 16
 NAN = float("nan")
@@ -53,6 +54,7 @@ def check_decode(lengths, group, *, splits, dim=32, kv_heads=2, dtype=torch.floa
     shape = (len(lengths), group * kv_heads, dim)
     options = {"scale": dim**-0.5, **options}
     ours = attention_decode.decode(*args, torch.full(shape, NAN, dtype=dtype), splits=splits, **options)
+    options.pop("shortest", None)  # changes the order of summation, not the result
     reference = attention_reference.decode(*args, torch.full(shape, NAN, dtype=dtype), **options)
     assert not reference.isnan().any()
     torch.testing.assert_close(ours, reference, rtol=tol, atol=tol)
@@ -134,7 +136,22 @@ def test_every_split_count_gives_the_same_result():
 def test_num_splits_fills_the_card_and_no_more():
     assert attention_decode.num_splits(1, 8, 132) == 64
     assert attention_decode.num_splits(8, 8, 132) == 8
-    assert attention_decode.num_splits(256, 8, 132) == 1
+    assert attention_decode.num_splits(64, 8, 132) == 4
+    assert attention_decode.num_splits(512, 8, 132) == 1
+
+
+def test_slices_are_shorter_for_few_sequences():
+    shortest = [attention_decode.shortest_slice(batch, 8, 128, 132) for batch in (1, 8, 16, 64, 256)]
+    assert shortest == [32, 64, 128, 256, 256]
+    assert attention_decode.shortest_slice(12, 2, 512, 132) == 64
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_no_slice_is_shorter_than_wanted(window):
+    lengths = [1, 33, 64, 65, 200]
+    plain = check_decode(lengths, 4, splits=1, window=window)
+    cut = check_decode(lengths, 4, splits=16, shortest=64, window=window)
+    torch.testing.assert_close(cut, plain, rtol=2e-5, atol=2e-5)
 
 
 def check_mixed(chunks, group, *, block_q, dim=32, kv_heads=2, dtype=torch.float32, cache=None, tol=2e-5, **options):
@@ -205,9 +222,29 @@ def test_mixed_shrinks_its_tile_to_the_shared_memory_of_the_card(monkeypatch):
 
     monkeypatch.setattr(attention_chunks, "_mixed_kernel", watch)
     for limit in (227 << 10, 99 << 10):
-        monkeypatch.setattr(attention_chunks, "shared_memory", lambda device, limit=limit: limit)
+        monkeypatch.setattr(attention_chunks, "target_of", lambda device, limit=limit: Target((9, 0), limit, 132))
         check_mixed([(20, 33)], 2, block_q=64, dim=256, kv_heads=1)
     assert tiles == [64, 16]
+
+
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("dim", [32, 24])
+def test_programs_that_share_a_tile_each_write_their_part(cache, window, dim, monkeypatch):
+    """As for heads of 512 numbers on a card with much shared memory: here with parts of 16."""
+    monkeypatch.setattr(attention_chunks, "_shares_tiles", lambda dim, gpu: True)
+    monkeypatch.setattr(attention_chunks, "LARGEST_OUTPUT", 16)
+    grids = []
+    launched = attention_chunks._mixed_kernel
+
+    def watch(grid, *args, **constants):
+        grids.append((grid[2], constants["DV"]))
+        launched(grid, *args, **constants)
+
+    monkeypatch.setattr(attention_chunks, "_mixed_kernel", watch)
+    chunks, tol = [(40, 30), (0, 50), (17, 1)], 2e-5 if cache is None else 1e-2
+    check_mixed(chunks, 2, block_q=8, dim=dim, window=window, cache=cache, tol=tol)
+    assert grids == [(2, 16)]
 
 
 def test_the_references_agree_with_torch():

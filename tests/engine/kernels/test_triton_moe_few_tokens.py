@@ -1,4 +1,4 @@
-"""A sparse block for 5 to 64 tokens, against its parts in plain torch: in the interpreter."""
+"""A sparse block for 5 to 256 tokens, against its parts in plain torch: in the interpreter."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.decode import DenseBranch
+from engine.kernels.moe.experts import choose_experts
 from engine.kernels.moe.few_tokens import joins, sparse_block
 from engine.kernels.pointwise.reference import quantize_rows
 
@@ -85,6 +86,22 @@ def test_like_its_parts(tokens, parts, with_factor, fp8):
         expected = expected.float() + kept.float()
     close(out, expected, tolerance)
     assert (apart is None) == (dense is None or with_factor)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_dense_branch_joins_more_tokens_whose_experts_are_chosen(fp8):
+    tokens = 70
+    x, for_dense = torch.randn(tokens, HIDDEN).half(), torch.randn(tokens, HIDDEN).half()
+    (w13, scale13), (w2, scale2) = weight(EXPERTS, 2 * INNER, HIDDEN, fp8=fp8), weight(EXPERTS, HIDDEN, INNER, fp8=fp8)
+    dense = DenseBranch(*weight(6 * INNER, HIDDEN, fp8=fp8), *weight(HIDDEN, 3 * INNER, fp8=fp8))
+    chosen = choose_experts(torch.randn(tokens, EXPERTS).half(), TOP_K)
+    out, apart = sparse_block(
+        quantize_rows(x) if fp8 else x, torch.zeros(EXPERTS, HIDDEN).half(), w13, w2, scale13, scale2, for_router=x,
+        top_k=TOP_K, dense=dense, for_dense=for_dense, chosen=chosen,
+    )  # fmt: skip
+    tolerance = 2e-2 if fp8 else 2e-3
+    close(out, moe_reference.routed_experts(x, *chosen, w13, w2, scale13, scale2, gate="silu"), tolerance)
+    close(apart, dense_mlp(for_dense, dense, "silu"), tolerance)
 
 
 @pytest.mark.parametrize("at", [0, 1])
