@@ -2,10 +2,8 @@
 integers (int4_fixed.py).
 
 As in small_batch.py, the operations around the GEMM are fused: a norm before it, a gate or the residual after it. Until
-the previous kernel ends, the memory would be idle, so a program requests early whatever that kernel does not write:
-
-    registers   W and its scales, of the first block of columns;  with REPEAT, of the first block of rows
-    L2 cache    the rest of what it will read. The first programs do so for those that cannot start yet (`ahead`)
+the previous kernel ends, the memory would be idle, so a program loads into registers, before it waits, what that kernel
+does not write: W and its scales, of the first block of columns (with REPEAT, of the first block of rows).
 
 REPEAT: a program computes several blocks of rows, one after another, with x in fixed point in its registers. So it
 converts x once, which costs a thread as much as multiplying nine rows of W.
@@ -33,42 +31,18 @@ from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, wait_for_previous
 
 MOST_ROWS = 2
+_WIDE = 8 * 5 * 132
 _WORDS = tl.constexpr(WORDS_IN_CHUNK)
 
 
 class Int4Tiles(NamedTuple):
     """A program computes `repeat` times BLOCK_N outputs, and reads BLOCK_W words of each at a time: whole rows where it
-    repeats. `ahead`: how many programs' rows each of the first ones prefetches; 0 prefetches nothing."""
+    repeats."""
 
     block_n: int
     block_w: int
     warps: int
     repeat: int
-    ahead: int
-
-
-@triton.jit
-def _prefetch(start_ptr, row, live, BYTES: tl.constexpr):
-    """Prefetch rows of a matrix, BYTES bytes each, into the L2 cache."""
-    if BYTES % 16 == 0:
-        ask: tl.constexpr = """{ .reg .pred p; setp.ne.b32 p, $2, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"""
-        size = tl.where(live, BYTES, 0)
-        tl.inline_asm_elementwise(ask, "=r,l,r", [start_ptr.to(tl.int64) + row * BYTES, size], tl.int32, False, 1)
-
-
-@triton.jit
-def _prefetch_rows(
-    w_ptr, scale_ptr, first, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
-    THREADS: tl.constexpr,
-):  # fmt: skip
-    """Each program prefetches COUNT rows of W and their scales, counted from row `first` on, a row a thread."""
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    thread = tl.arange(0, THREADS)
-    row = tl.program_id(0).to(tl.int64) * COUNT + thread
-    live = (thread < COUNT) & (row < N)
-    _prefetch(w_ptr, first + row, live, K // 2)
-    _prefetch(scale_ptr, first + row, live, GROUPS * (scale_ptr.dtype.element_ty.primitive_bitwidth // 8))
 
 
 @triton.jit
@@ -143,9 +117,8 @@ def _int4_gemv_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, PAIR: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, GATE: tl.constexpr, IN_ORDER: tl.constexpr,
-    COUNT: tl.constexpr, THREADS: tl.constexpr, DP4A: tl.constexpr, PDL: tl.constexpr,
+    DP4A: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """COUNT: rows to prefetch."""
     WORDS: tl.constexpr = K // 8
     CHUNKS: tl.constexpr = BLOCK_W // _WORDS
     ALL: tl.constexpr = N % BLOCK_N == 0
@@ -158,10 +131,6 @@ def _int4_gemv_kernel(
     up = w
     if GATE is not None:
         up = load_words(up_at, n_live, words, 0, WORDS, BLOCK_W, ALL)
-    if PDL and COUNT > 0:
-        _prefetch_rows(w_ptr, scale_ptr, 0, N, K, GROUP, COUNT, THREADS)
-        if GATE is not None:
-            _prefetch_rows(w_ptr, scale_ptr, N, N, K, GROUP, COUNT, THREADS)
     scales = _of_all_columns(scale_ptr, n, n_live, K, GROUP, BLOCK_W, ALL)
     zeros = _of_all_columns(zero_ptr, n, n_live, K, GROUP, BLOCK_W, ALL)
     bias = _bias(bias_ptr, n, n_live)
@@ -219,7 +188,7 @@ def _int4_rows_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, PAIR: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, REPEAT: tl.constexpr, GATE: tl.constexpr,
-    IN_ORDER: tl.constexpr, COUNT: tl.constexpr, THREADS: tl.constexpr, DP4A: tl.constexpr, PDL: tl.constexpr,
+    IN_ORDER: tl.constexpr, DP4A: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for REPEAT blocks of whole rows."""
     WORDS: tl.constexpr = K // 8
@@ -238,10 +207,6 @@ def _int4_rows_kernel(
         up_scale = of_chunks(scale_ptr, N + n, n_live, 0, K, GROUP, BLOCK_W, False)
         if zero_ptr is not None:
             up_zero = of_chunks(zero_ptr, N + n, n_live, 0, K, GROUP, BLOCK_W, False)
-    if PDL and COUNT > 0:
-        _prefetch_rows(w_ptr, scale_ptr, 0, N, K, GROUP, COUNT, THREADS)
-        if GATE is not None:
-            _prefetch_rows(w_ptr, scale_ptr, N, N, K, GROUP, COUNT, THREADS)
     _wait(IN_ORDER, PDL)
     chunk = tl.arange(0, CHUNKS)
     at = first_columns(chunk, PAIR)
@@ -328,7 +293,7 @@ def gemv(
     norm_weight, eps = (None, 0.0) if norm is None else (aligned(norm[0]), norm[1])
     tiles = tiles or tiles_for(rows, outputs, inner, gated=gate is not None)
     block_w = max(WORDS_IN_CHUNK, min(tiles.block_w, triton.next_power_of_2(inner // 8)))
-    repeat, threads = tiles.repeat if block_w * 8 >= inner else 1, 32 * tiles.warps
+    repeat = tiles.repeat if block_w * 8 >= inner else 1
     arguments = (
         (triton.cdiv(outputs, tiles.block_n * repeat),), x, packed.values.view(torch.int32), packed.scale, packed.zero,
         bias, norm_weight, residual, y, rows, x.stride(0), y.stride(0), eps, wide_offset or None,
@@ -336,8 +301,7 @@ def gemv(
     constants = {
         "N": outputs, "K": inner, "GROUP": packed.group, "MIDDLE": MIDDLE[packed.kind],
         "PAIR": pair_distance(packed.group), "ROWS": triton.next_power_of_2(rows), "BLOCK_N": tiles.block_n,
-        "BLOCK_W": block_w, "GATE": gate, "IN_ORDER": in_order,
-        "COUNT": min(tiles.ahead * repeat * tiles.block_n, threads), "THREADS": threads, "DP4A": not interpreted(),
+        "BLOCK_W": block_w, "GATE": gate, "IN_ORDER": in_order, "DP4A": not interpreted(),
     }  # fmt: skip
     if repeat == 1:
         _int4_gemv_kernel(*arguments, **constants, num_warps=tiles.warps)
@@ -347,12 +311,17 @@ def gemv(
 
 
 def tiles_for(rows: int, outputs: int, inner: int, *, gated: bool) -> Int4Tiles:
-    """The fastest, or nearly so, of those that were tried with the shapes of an 8B model on an H100."""
+    """A thread holds a chunk of each row; fastest with the shapes of an 8B model on an H100 (docs/performance.md).
+
+    Gate and up: few programs that repeat, all of them resident at once. Others: blocks of eight rows, which spread
+    converting x more widely, where five of them remain for each multiprocessor."""
     if rows > 1:
-        return Int4Tiles(8, 512, 4, 1, 1)
+        return Int4Tiles(8, 512, 4, 1)
     if gated:
-        return Int4Tiles(4, 512, 4, 6, 1)
-    return Int4Tiles(8, 256, 2, 1, 1)
+        return Int4Tiles(4, 512, 4, 6)
+    if inner > 4096:
+        return Int4Tiles(4, 256, 2, 1)
+    return Int4Tiles(8 if outputs >= _WIDE else 4, 512, 4, 1)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_int4_gemv_of_several_blocks_of_rows(outputs, zero, rows):
     bias = torch.randn(outputs).bfloat16()
     for around in ({"residual": torch.randn(rows, outputs).bfloat16()}, {"gate": "silu"}, {}):
         results = []
-        for tiles in (Int4Tiles(2, 64, 1, 1, 0), Int4Tiles(2, 64, 1, 3, 0), Int4Tiles(2, 64, 1, 5, 0)):
+        for tiles in (Int4Tiles(2, 64, 1, 1), Int4Tiles(2, 64, 1, 3), Int4Tiles(2, 64, 1, 5)):
             given = {name: value.clone() if torch.is_tensor(value) else value for name, value in around.items()}
             results.append(int4_gemv.gemv(x, packed, bias, norm=norm, tiles=tiles, **given))
         expected = reference.gemv(x, packed, bias, norm=norm, **around)
