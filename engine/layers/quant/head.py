@@ -17,13 +17,18 @@ from engine.layers.quant.unquantized import UNQUANTIZED
 
 class Fp8Head(Fp8):
     def finalize(self, layer: LinearLayer, *, keep_weight: bool) -> None:
-        if not layer.weight.is_cuda:
+        if layer.weight.is_cuda:
+            convert(layer)
+        else:
             UNQUANTIZED.linear.finalize(layer, keep_weight=keep_weight)
-        elif layer.weight.dtype != fp8.FP8:
-            weight, scale = fp8.quantize_weight(layer.weight)
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-            layer.scale = nn.Parameter(scale, requires_grad=False)
-            layer.gemm = fp8.ON_WIDENED_WEIGHT
+
+
+def convert(layer: LinearLayer) -> None:
+    if layer.weight.dtype != fp8.FP8:
+        weight, scale = fp8.quantize_weight(layer.weight)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.scale = nn.Parameter(scale, requires_grad=False)
+        layer.gemm = fp8.ON_WIDENED_WEIGHT
 
 
 FP8_HEAD = Fp8Head()
