@@ -17,7 +17,7 @@ from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, plan_memory
 from engine.core.kv.spec import CacheLayer, StateLayer
 from engine.errors import ConfigError, ModelError
-from engine.layers.embed import Embedding
+from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear, Router
 from engine.layers.quant.packed_gpu import copies_kept
@@ -223,5 +223,6 @@ def _per_token(model: CausalLM, config: ModelConfig) -> int:
 
 
 def _multiplied(table: Embedding, model: CausalLM, config: ModelConfig) -> bool:
-    """Whether the table is also the output head."""
-    return config.tie_word_embeddings and table not in model.lookup_tables()
+    """Whether the table is also the output head, and not only what a converted head is made of."""
+    copied = any(isinstance(module, LMHead) and module.method.converts for module in model.modules())
+    return config.tie_word_embeddings and not copied and table not in model.lookup_tables()

@@ -6,6 +6,7 @@ from torch import nn
 
 from engine.kernels.runtime import host_memory
 from engine.layers.linear import Linear
+from engine.layers.quant.base import LinearMethod
 from engine.layers.weight_memory import empty_parameter
 
 
@@ -39,15 +40,21 @@ class Embedding(nn.Module):
 
 
 class LMHead(Linear):
-    """[S, H] -> [S, V] logits. Tied, it shares the embedding's rows (and on CPU keeps a packed copy for speed)."""
+    """[S, H] -> [S, V] logits. Tied, it shares the embedding's rows while they load. A format that converts them makes
+    a copy; on a CPU there is a packed copy for speed."""
 
-    quantizable = False
+    tied = False
+    quantizable = False  # a format has a method of its own for it
+
+    def use(self, method: LinearMethod) -> None:
+        if self.tied:
+            self.method = method
+        else:
+            super().use(method)
 
     def tie(self, embedding: Embedding) -> None:
         self.weight = embedding.weight
         self.tied = True
-
-    tied = False
 
     def finalize(self, *, keep_weight: bool = False) -> None:
         super().finalize(keep_weight=self.tied or keep_weight)

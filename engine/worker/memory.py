@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib
 from engine.errors import OutOfMemoryPlanError
 from engine.kernels.gemm import scaled
-from engine.layers.embed import Embedding
+from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
 from engine.message import joined, msg
@@ -76,7 +76,10 @@ def loaded_bytes(model: nn.Module) -> int:
     """The value that `weight_bytes` will have on a GPU, for a model whose weights are not loaded yet."""
     sizes = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     for module in model.modules():
-        if isinstance(module, Linear | ExpertLinear):
+        if isinstance(module, LMHead) and module.tied:
+            if module.method.converts:  # a copy beside the embedding
+                sizes[id(module)] = module.loaded_bytes
+        elif isinstance(module, Linear | ExpertLinear):
             for name, parameter in module._parameters.items():  # the checkpoint's format does not matter
                 if name != "bias" and parameter is not None:
                     sizes.pop(id(parameter), None)

@@ -1,161 +1,115 @@
-"""GEMMs of one or two rows with an int4 weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as packed_weight.py describes it.
+"""GEMMs of one or two rows with an int4 weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as packed_weight.py describes it, in
+integers (int4_fixed.py).
 
-An H100's memory delivers 26 numbers of W per clock to each multiprocessor, which can issue 128 instructions in that
-time. Converting a number to a float and multiplying it takes four instructions or more: too many to keep up with the
-memory. So this kernel multiplies integers, four per instruction (dp4a), at 1.6 instructions a number:
+As in small_batch.py, the operations around the GEMM are fused: a norm before it, a gate or the residual after it. Until
+the previous kernel ends, the memory would be idle, so a program loads into registers, before it waits, what that kernel
+does not write: W and its scales, of the first block of columns (with REPEAT, of the first block of rows).
 
-    word of W   q7 q6 q5 q4 q3 q2 q1 q0     q0, q2, q4, q6: columns k to k + 3;  q1, q3, q5, q7: the same + PAIR
-    x           (256 high + low) * unit     16-bit fixed point: high int8, low uint8; unit: for each CHUNK of 32 columns
-                                            their largest |x| / 32767
-
-A chunk is what a thread holds contiguously: four words, within one group. Its sum of q (256 high + low) is exact and
-below 2^24, so a float32 holds it exactly, too. x loses at most 2^-16 of the chunk's largest number, a hundredth of what
-that number has already lost by rounding to bf16.
-
-As in small_batch.py, the operations around the GEMM are fused: a norm before it, a gate or the residual after it.
+REPEAT: a program computes several blocks of rows, one after another, with x in fixed point in its registers. So it
+converts x once, which costs a thread as much as multiplying nine rows of W.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.gemm.int4_fixed import (
+    CHUNK,
+    WORDS_IN_CHUNK,
+    chunk_sums,
+    first_columns,
+    fixed_point,
+    load_words,
+    of_chunks,
+    sum_chunk,
+)
 from engine.kernels.gemm.packed_weight import MIDDLE, Packed, pair_distance
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, wait_for_previous
 
 MOST_ROWS = 2
-CHUNK = 32  # columns
-_CHUNK = tl.constexpr(CHUNK)
-_WORDS = tl.constexpr(CHUNK // 8)  # words in a chunk
-_LARGEST = tl.constexpr(32767.0)
-_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a small number it leaves round(number) in the lowest bits
+_WIDE = 8 * 5 * 132
+_WORDS = tl.constexpr(WORDS_IN_CHUNK)
+
+
+class Int4Tiles(NamedTuple):
+    """A program computes `repeat` times BLOCK_N outputs, and reads BLOCK_W words of each at a time: whole rows where it
+    repeats."""
+
+    block_n: int
+    block_w: int
+    warps: int
+    repeat: int
 
 
 @triton.jit
-def _one(four, j: tl.constexpr, TYPE: tl.constexpr):
-    """Number j of four 16-bit numbers that were read as one 64-bit number; float32."""
-    return (four >> (j * 16)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _high_and_low(a, b, c, d, unit, DP4A: tl.constexpr):
-    """The high and low bytes of round(number / unit), of four numbers each, in the order of a word's bytes."""
-    a = (a * unit + _MAGIC).to(tl.int32, bitcast=True)
-    b = (b * unit + _MAGIC).to(tl.int32, bitcast=True)
-    c = (c * unit + _MAGIC).to(tl.int32, bitcast=True)
-    d = (d * unit + _MAGIC).to(tl.int32, bitcast=True)
-    if DP4A:
-        pick: tl.constexpr = """{ .reg .b32 p, q; prmt.b32 p, $2, $3, 0x5410; prmt.b32 q, $4, $5, 0x5410;
-            prmt.b32 $0, p, q, 0x7531; prmt.b32 $1, p, q, 0x6420; }"""
-        high, low = tl.inline_asm_elementwise(pick, "=r,=r,r,r,r,r", [a, b, c, d], (tl.int32, tl.int32), True, 1)
+def _wait(IN_ORDER: tl.constexpr, PDL: tl.constexpr):
+    if IN_ORDER and PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     else:
-        low = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | ((d & 255) << 24)
-        high = ((a >> 8) & 255) | (b & 0xFF00) | ((c << 8) & 0xFF0000) | ((d & 0xFF00) << 16)
-    return high, low
+        wait_for_previous(PDL)
 
 
 @triton.jit
-def _dot4(q, high, low, DP4A: tl.constexpr):
-    """The sum of q (256 high + low), int32, over a word's bytes q, which are 0 to 15."""
-    if DP4A:
-        dot: tl.constexpr = """{ .reg .s32 h, l; dp4a.u32.s32 h, $1, $2, 0; dp4a.u32.u32 l, $1, $3, 0;
-            mad.lo.s32 $0, h, 256, l; }"""
-        return tl.inline_asm_elementwise(dot, "=r,r,r,r", [q, high, low], tl.int32, True, 1)
-    else:
-        total = q * 0
-        for j in tl.static_range(4):
-            x = ((high << (24 - 8 * j)) >> 24) * 256 + ((low >> (8 * j)) & 255)
-            total += ((q >> (8 * j)) & 15) * x
-        return total
+def _of_all_columns(
+    at_ptr, n, n_live, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr, ALL: tl.constexpr
+):
+    """`of_chunks` for all columns: a tuple of one tensor for each BLOCK_W words; empty without a pointer."""
+    found = ()
+    if at_ptr is not None:
+        for start in tl.static_range(0, K // 8, BLOCK_W):
+            found = found + (of_chunks(at_ptr, n, n_live, start, K, GROUP, BLOCK_W, ALL),)  # noqa: RUF005 - Triton's tuples
+    return found
 
 
 @triton.jit
-def dot8(word, high, low, far_high, far_low, DP4A: tl.constexpr):
-    """The same for a word of codes: its lower halves with (high, low), its upper halves with the columns PAIR
-    farther."""
-    if DP4A:
-        dot: tl.constexpr = """{ .reg .b32 q, p; .reg .s32 h, l;
-            and.b32 q, $1, 0x0F0F0F0F; shr.u32 p, $1, 4; and.b32 p, p, 0x0F0F0F0F;
-            dp4a.u32.s32 h, q, $2, 0; dp4a.u32.u32 l, q, $3, 0;
-            dp4a.u32.s32 h, p, $4, h; dp4a.u32.u32 l, p, $5, l; mad.lo.s32 $0, h, 256, l; }"""
-        operands = [word, high, low, far_high, far_low]
-        return tl.inline_asm_elementwise(dot, "=r,r,r,r,r,r", operands, tl.int32, True, 1)
-    else:
-        near = _dot4(word & 0x0F0F0F0F, high, low, DP4A)
-        return near + _dot4((word >> 4) & 0x0F0F0F0F, far_high, far_low, DP4A)
+def _bias(bias_ptr, n, n_live):
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
+    return bias
 
 
 @triton.jit
-def by_chunk(words):
-    """[..., words] -> [..., chunks]: sums within a thread."""
-    if len(words.shape) == 1:
-        return tl.sum(tl.reshape(words, [words.shape[0] // _WORDS, _WORDS]), 1)
-    else:
-        return tl.sum(tl.reshape(words, [words.shape[0], words.shape[1] // _WORDS, _WORDS]), 2)
+def _residual(residual_ptr, n, n_live, M, y_stride, ROWS: tl.constexpr):
+    """The residual stream, of which each program adds to its own part; empty without a pointer."""
+    before = ()
+    if residual_ptr is not None:
+        for m in tl.static_range(ROWS):
+            before = before + (tl.load(residual_ptr + m * y_stride + n, mask=n_live & (m < M), other=0.0),)  # noqa: RUF005
+    return before
 
 
 @triton.jit
-def fixed_point(x_ptr, norm_ptr, offset, at, live, PAIR: tl.constexpr, DP4A: tl.constexpr):
-    """x in fixed point for the words that begin at columns `at`: high and low bytes [words], those of the columns PAIR
-    farther, and the chunks' units; and, for a norm, the sum of squares of x [words]."""
-    x_type: tl.constexpr = x_ptr.dtype.element_ty
-    fours = x_ptr.to(tl.pointer_type(tl.int64))
-    near = tl.load(fours + at // 4, mask=live, other=0)
-    far = tl.load(fours + (at + PAIR) // 4, mask=live, other=0)
-    a, b, c, d = _one(near, 0, x_type), _one(near, 1, x_type), _one(near, 2, x_type), _one(near, 3, x_type)
-    e, f, g, h = _one(far, 0, x_type), _one(far, 1, x_type), _one(far, 2, x_type), _one(far, 3, x_type)
-    squares = a * a + b * b + c * c + d * d + e * e + f * f + g * g + h * h
-    if norm_ptr is not None:
-        norm_type: tl.constexpr = norm_ptr.dtype.element_ty
-        norms = norm_ptr.to(tl.pointer_type(tl.int64))
-        near = tl.load(norms + at // 4, mask=live, other=0)
-        far = tl.load(norms + (at + PAIR) // 4, mask=live, other=0)
-        a *= _one(near, 0, norm_type) + offset
-        b *= _one(near, 1, norm_type) + offset
-        c *= _one(near, 2, norm_type) + offset
-        d *= _one(near, 3, norm_type) + offset
-        e *= _one(far, 0, norm_type) + offset
-        f *= _one(far, 1, norm_type) + offset
-        g *= _one(far, 2, norm_type) + offset
-        h *= _one(far, 3, norm_type) + offset
-    size = _larger(_larger(_larger(a, b), _larger(c, d)), _larger(_larger(e, f), _larger(g, h)))
-    chunks: tl.constexpr = at.shape[0] // _WORDS
-    largest = tl.reduce(tl.reshape(size, [chunks, _WORDS]), 1, _larger)
-    steps = _LARGEST / tl.maximum(largest, 1e-30)
-    steps = tl.reshape(tl.broadcast_to(steps[:, None], [chunks, _WORDS]), [at.shape[0]])
-    high, low = _high_and_low(a, b, c, d, steps, DP4A)
-    far_high, far_low = _high_and_low(e, f, g, h, steps, DP4A)
-    return high, low, far_high, far_low, largest / _LARGEST, squares
+def _factors(norm_ptr, squares, eps, K: tl.constexpr, ROWS: tl.constexpr):
+    """What the norm multiplies each row's results with: last, so that no multiplication waits for it."""
+    found = ()
+    for m in tl.static_range(ROWS):
+        factor = 1.0
+        if norm_ptr is not None:
+            factor = tl.rsqrt(tl.sum(squares[m], 0) / K + eps)
+        found = found + (factor,)  # noqa: RUF005
+    return found
 
 
 @triton.jit
-def load_words(w_at, n_live, words, start: tl.constexpr, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """W's words [BLOCK_N, BLOCK_W] from `start` on, zeros outside."""
-    if start + BLOCK_W <= WORDS:
-        return tl.load(w_at + start, mask=n_live[:, None], other=0)
-    else:
-        return tl.load(w_at + start, mask=n_live[:, None] & (words < WORDS - start)[None, :], other=0)
-
-
-@triton.jit
-def of_chunks(at_ptr, n, n_live, column, K: tl.constexpr, GROUP: tl.constexpr):
-    """A per-group quantity (scale or zero point) for outputs n and the chunks that begin at `column`: [N, chunks]."""
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    place = n[:, None].to(tl.int64) * GROUPS + (column // GROUP)[None, :]
-    return tl.load(at_ptr + place, mask=n_live[:, None] & (column < K)[None, :], other=0)
-
-
-@triton.jit
-def chunk_sums(words, total, high, low, far_high, far_low, zero, scale, unit, DP4A: tl.constexpr):
-    """Sums of (q - zero) scale x over the chunks of words [BLOCK_N, BLOCK_W]; `total` is the sum of x alone."""
-    dots = dot8(words, high[None, :], low[None, :], far_high[None, :], far_low[None, :], DP4A)
-    return (by_chunk(dots) - zero * total[None, :]).to(tl.float32) * (scale * unit[None, :])
+def _store(
+    y_ptr, sums, up_sums, factors, bias, up_bias, before, residual_ptr, n, n_live, M, y_stride, ROWS: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    dtype = y_ptr.dtype.element_ty
+    for m in tl.static_range(ROWS):
+        y = (tl.sum(sums[m], 1) * factors[m] + bias).to(dtype)
+        if GATE is not None:  # rounded where separate kernels would round
+            y = activated(y.to(tl.float32), GATE).to(dtype).to(tl.float32)
+            y = (y * (tl.sum(up_sums[m], 1) * factors[m] + up_bias).to(dtype).to(tl.float32)).to(dtype)
+        if residual_ptr is not None:
+            y = (y.to(tl.float32) + before[m].to(tl.float32)).to(dtype)
+        tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
 
 
 @kernel
@@ -167,82 +121,149 @@ def _int4_gemv_kernel(
 ):  # fmt: skip
     WORDS: tl.constexpr = K // 8
     CHUNKS: tl.constexpr = BLOCK_W // _WORDS
+    ALL: tl.constexpr = N % BLOCK_N == 0
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     words = tl.arange(0, BLOCK_W)
     n_live = n < N
     w_at = w_ptr + n[:, None].to(tl.int64) * WORDS + words[None, :]
     up_at = w_at + N * WORDS
-    w = load_words(w_at, n_live, words, 0, WORDS, BLOCK_W)
+    w = load_words(w_at, n_live, words, 0, WORDS, BLOCK_W, ALL)
     up = w
     if GATE is not None:
-        up = load_words(up_at, n_live, words, 0, WORDS, BLOCK_W)
-    if IN_ORDER and PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    else:
-        wait_for_previous(PDL)
+        up = load_words(up_at, n_live, words, 0, WORDS, BLOCK_W, ALL)
+    scales = _of_all_columns(scale_ptr, n, n_live, K, GROUP, BLOCK_W, ALL)
+    zeros = _of_all_columns(zero_ptr, n, n_live, K, GROUP, BLOCK_W, ALL)
+    bias = _bias(bias_ptr, n, n_live)
+    up_scales = scales
+    up_zeros = zeros
+    up_bias = bias
+    if GATE is not None:
+        up_scales = _of_all_columns(scale_ptr, N + n, n_live, K, GROUP, BLOCK_W, ALL)
+        up_zeros = _of_all_columns(zero_ptr, N + n, n_live, K, GROUP, BLOCK_W, ALL)
+        up_bias = _bias(bias_ptr, N + n, n_live)
+    _wait(IN_ORDER, PDL)
+    before = _residual(residual_ptr, n, n_live, M, y_stride, ROWS)
     sums = ()
     squares = ()
     for _ in tl.static_range(ROWS):
-        sums = sums + (tl.zeros([BLOCK_N, CHUNKS], tl.float32),)  # noqa: RUF005 - Triton's tuples
-        squares = squares + (tl.zeros([BLOCK_W], tl.float32),)  # noqa: RUF005
+        sums = sums + (tl.zeros([BLOCK_N, CHUNKS], tl.float32),)  # noqa: RUF005
+        squares = squares + (tl.zeros([CHUNKS], tl.float32),)  # noqa: RUF005
     up_sums = sums
     for start in tl.static_range(0, WORDS, BLOCK_W):
         next_w = w
         next_up = up
         if start + BLOCK_W < WORDS:  # load the next block while this one is multiplied
-            next_w = load_words(w_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
+            next_w = load_words(w_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W, ALL)
             if GATE is not None:
-                next_up = load_words(up_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
-        column = start * 8 + tl.arange(0, CHUNKS) * _CHUNK
-        scale = of_chunks(scale_ptr, n, n_live, column, K, GROUP).to(tl.float32)
+                next_up = load_words(up_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W, ALL)
+        scale = scales[start // BLOCK_W].to(tl.float32)
+        up_scale = up_scales[start // BLOCK_W].to(tl.float32)
         zero = MIDDLE
+        up_zero = MIDDLE
         if zero_ptr is not None:
-            zero = of_chunks(zero_ptr, n, n_live, column, K, GROUP).to(tl.int32)
-        up_scale = scale
-        up_zero = zero
-        if GATE is not None:
-            up_scale = of_chunks(scale_ptr, N + n, n_live, column, K, GROUP).to(tl.float32)
-            if zero_ptr is not None:
-                up_zero = of_chunks(zero_ptr, N + n, n_live, column, K, GROUP).to(tl.int32)
-        byte = (start + words) * 4
-        at = byte // PAIR * (2 * PAIR) + byte % PAIR
-        live = start + words < WORDS
+            zero = zeros[start // BLOCK_W].to(tl.int32)
+            up_zero = up_zeros[start // BLOCK_W].to(tl.int32)
+        chunk = start // _WORDS + tl.arange(0, CHUNKS)
+        at = first_columns(chunk, PAIR)
+        live = chunk < WORDS // _WORDS
         so_far, up_so_far, squares_so_far = sums, up_sums, squares
         sums, up_sums, squares = (), (), ()
         for m in tl.static_range(ROWS):
-            high, low, far_high, far_low, unit, square = fixed_point(
-                x_ptr + m * x_stride, norm_ptr, offset, at, live & (m < M), PAIR, DP4A
-            )
-            ones = tl.full([BLOCK_W], 0x11111111, tl.int32)
-            total = by_chunk(dot8(ones, high, low, far_high, far_low, DP4A))
-            added = chunk_sums(w, total, high, low, far_high, far_low, zero, scale, unit, DP4A)
+            x, unit, square = fixed_point(x_ptr + m * x_stride, norm_ptr, offset, at, live & (m < M), PAIR, DP4A)
+            total = sum_chunk(x, DP4A)
+            added = chunk_sums(w, x, total, zero, scale, unit, DP4A)
             sums = sums + (so_far[m] + added,)  # noqa: RUF005
             if GATE is not None:
-                added = chunk_sums(up, total, high, low, far_high, far_low, up_zero, up_scale, unit, DP4A)
+                added = chunk_sums(up, x, total, up_zero, up_scale, unit, DP4A)
             up_sums = up_sums + (up_so_far[m] + added,)  # noqa: RUF005
             squares = squares + (squares_so_far[m] + square,)  # noqa: RUF005
         w = next_w
         up = next_up
-    bias = 0.0
-    up_bias = 0.0
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
-        if GATE is not None:
-            up_bias = tl.load(bias_ptr + N + n, mask=n_live, other=0.0).to(tl.float32)
-    dtype = y_ptr.dtype.element_ty
+    factors = _factors(norm_ptr, squares, eps, K, ROWS)
+    _store(y_ptr, sums, up_sums, factors, bias, up_bias, before, residual_ptr, n, n_live, M, y_stride, ROWS, GATE)
+
+
+@kernel
+def _int4_rows_kernel(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, PAIR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, REPEAT: tl.constexpr, GATE: tl.constexpr,
+    IN_ORDER: tl.constexpr, DP4A: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for REPEAT blocks of whole rows."""
+    WORDS: tl.constexpr = K // 8
+    CHUNKS: tl.constexpr = BLOCK_W // _WORDS
+    tl.static_assert(WORDS <= BLOCK_W)
+    n = tl.program_id(0) * (BLOCK_N * REPEAT) + tl.arange(0, BLOCK_N)
+    words = tl.arange(0, BLOCK_W)
+    w_at = w_ptr + n[:, None].to(tl.int64) * WORDS + words[None, :]
+    n_live = n < N
+    w = load_words(w_at, n_live, words, 0, WORDS, BLOCK_W, False)
+    scale = of_chunks(scale_ptr, n, n_live, 0, K, GROUP, BLOCK_W, False)
+    if zero_ptr is not None:
+        zero = of_chunks(zero_ptr, n, n_live, 0, K, GROUP, BLOCK_W, False)
+    if GATE is not None:
+        up = load_words(w_at + N * WORDS, n_live, words, 0, WORDS, BLOCK_W, False)
+        up_scale = of_chunks(scale_ptr, N + n, n_live, 0, K, GROUP, BLOCK_W, False)
+        if zero_ptr is not None:
+            up_zero = of_chunks(zero_ptr, N + n, n_live, 0, K, GROUP, BLOCK_W, False)
+    _wait(IN_ORDER, PDL)
+    chunk = tl.arange(0, CHUNKS)
+    at = first_columns(chunk, PAIR)
+    xs = ()
+    units = ()
+    totals = ()
+    squares = ()
     for m in tl.static_range(ROWS):
-        factor = 1.0
-        if norm_ptr is not None:  # apply the row's norm last, so that no multiplication waits for it
-            factor = tl.rsqrt(tl.sum(squares[m], 0) / K + eps)
-        y = (tl.sum(sums[m], 1) * factor + bias).to(dtype)
-        if GATE is not None:  # rounded where separate kernels would round
-            y = activated(y.to(tl.float32), GATE).to(dtype).to(tl.float32)
-            y = (y * (tl.sum(up_sums[m], 1) * factor + up_bias).to(dtype).to(tl.float32)).to(dtype)
-        if residual_ptr is not None:
-            before = tl.load(residual_ptr + m * y_stride + n, mask=n_live & (m < M), other=0.0)
-            y = (y.to(tl.float32) + before.to(tl.float32)).to(dtype)
-        tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
+        live = (chunk < WORDS // _WORDS) & (m < M)
+        x, unit, square = fixed_point(x_ptr + m * x_stride, norm_ptr, offset, at, live, PAIR, DP4A)
+        xs = xs + (x,)  # noqa: RUF005
+        units = units + (unit,)  # noqa: RUF005
+        totals = totals + (sum_chunk(x, DP4A),)  # noqa: RUF005
+        squares = squares + (square,)  # noqa: RUF005
+    factors = _factors(norm_ptr, squares, eps, K, ROWS)
+    for i in tl.range(0, REPEAT, num_stages=1):
+        before = _residual(residual_ptr, n, n < N, M, y_stride, ROWS)
+        bias = _bias(bias_ptr, n, n < N)
+        up_bias = bias
+        # load the next block while this one is multiplied
+        next_n = n + BLOCK_N
+        next_live = (next_n < N) & (i + 1 < REPEAT)
+        w_at += BLOCK_N * WORDS
+        next_w = load_words(w_at, next_live, words, 0, WORDS, BLOCK_W, False)
+        next_scale = of_chunks(scale_ptr, next_n, next_live, 0, K, GROUP, BLOCK_W, False)
+        if zero_ptr is not None:
+            next_zero = of_chunks(zero_ptr, next_n, next_live, 0, K, GROUP, BLOCK_W, False)
+        if GATE is not None:
+            up_bias = _bias(bias_ptr, N + n, n < N)
+            next_up = load_words(w_at + N * WORDS, next_live, words, 0, WORDS, BLOCK_W, False)
+            next_up_scale = of_chunks(scale_ptr, N + next_n, next_live, 0, K, GROUP, BLOCK_W, False)
+            if zero_ptr is not None:
+                next_up_zero = of_chunks(zero_ptr, N + next_n, next_live, 0, K, GROUP, BLOCK_W, False)
+        sums = ()
+        up_sums = ()
+        for m in tl.static_range(ROWS):
+            middle = MIDDLE
+            if zero_ptr is not None:
+                middle = zero.to(tl.int32)
+            added = chunk_sums(w, xs[m], totals[m], middle, scale.to(tl.float32), units[m], DP4A)
+            sums = sums + (added,)  # noqa: RUF005
+            if GATE is not None:
+                if zero_ptr is not None:
+                    middle = up_zero.to(tl.int32)
+                added = chunk_sums(up, xs[m], totals[m], middle, up_scale.to(tl.float32), units[m], DP4A)
+            up_sums = up_sums + (added,)  # noqa: RUF005
+        _store(y_ptr, sums, up_sums, factors, bias, up_bias, before, residual_ptr, n, n < N, M, y_stride, ROWS, GATE)
+        n = next_n
+        w = next_w
+        scale = next_scale
+        if zero_ptr is not None:
+            zero = next_zero
+        if GATE is not None:
+            up = next_up
+            up_scale = next_up_scale
+            if zero_ptr is not None:
+                up_zero = next_up_zero
 
 
 def supports(packed: Packed, dtype: torch.dtype) -> bool:
@@ -261,38 +282,49 @@ def gemv(
     gate: str | None = None,
     residual: torch.Tensor | None = None,
     in_order: bool = False,
-    tiles: tuple[int, int, int] | None = None,
+    tiles: Int4Tiles | None = None,
 ) -> torch.Tensor:
-    """small_batch.gemv for up to MOST_ROWS rows and a weight that passes `supports`; columns of x in packed order.
-
-    tiles: outputs per program, words of each output that it reads at a time, warps.
-    """
+    """small_batch.gemv for up to MOST_ROWS rows and a weight that passes `supports`; columns of x in packed order."""
     rows, inner = x.shape
     assert rows <= MOST_ROWS
     x = aligned(x)
     outputs = packed.shape[0] // (1 if gate is None else 2)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if residual is None else residual
     norm_weight, eps = (None, 0.0) if norm is None else (aligned(norm[0]), norm[1])
-    block_n, block_w, warps = tiles or _tiles(rows, gated=gate is not None)
-    _int4_gemv_kernel(
-        (triton.cdiv(outputs, block_n),), x, packed.values.view(torch.int32), packed.scale, packed.zero, bias,
-        norm_weight, residual, y, rows, x.stride(0), y.stride(0), eps, wide_offset or 0.0,
-        N=outputs, K=inner, GROUP=packed.group, MIDDLE=MIDDLE[packed.kind], PAIR=pair_distance(packed.group),
-        ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n,
-        BLOCK_W=max(4, min(block_w, triton.next_power_of_2(inner // 8))), GATE=gate, IN_ORDER=in_order,
-        DP4A=not interpreted(), num_warps=warps,
+    tiles = tiles or tiles_for(rows, outputs, inner, gated=gate is not None)
+    block_w = max(WORDS_IN_CHUNK, min(tiles.block_w, triton.next_power_of_2(inner // 8)))
+    repeat = tiles.repeat if block_w * 8 >= inner else 1
+    arguments = (
+        (triton.cdiv(outputs, tiles.block_n * repeat),), x, packed.values.view(torch.int32), packed.scale, packed.zero,
+        bias, norm_weight, residual, y, rows, x.stride(0), y.stride(0), eps, wide_offset or None,
     )  # fmt: skip
+    constants = {
+        "N": outputs, "K": inner, "GROUP": packed.group, "MIDDLE": MIDDLE[packed.kind],
+        "PAIR": pair_distance(packed.group), "ROWS": triton.next_power_of_2(rows), "BLOCK_N": tiles.block_n,
+        "BLOCK_W": block_w, "GATE": gate, "IN_ORDER": in_order, "DP4A": not interpreted(),
+    }  # fmt: skip
+    if repeat == 1:
+        _int4_gemv_kernel(*arguments, **constants, num_warps=tiles.warps)
+    else:
+        _int4_rows_kernel(*arguments, **constants, REPEAT=repeat, num_warps=tiles.warps)
     return y
 
 
-def _tiles(rows: int, *, gated: bool) -> tuple[int, int, int]:
-    """The fastest, or nearly so, of those that were tried with the shapes of an 8B model on an H100."""
-    if rows == 1:
-        return (4, 512, 4) if gated else (8, 256, 2)
-    return 8, 512, 4
+def tiles_for(rows: int, outputs: int, inner: int, *, gated: bool) -> Int4Tiles:
+    """A thread holds a chunk of each row; fastest with the shapes of an 8B model on an H100 (docs/performance.md).
+
+    Gate and up: few programs that repeat, all of them resident at once. Others: blocks of eight rows, which spread
+    converting x more widely, where five of them remain for each multiprocessor."""
+    if rows > 1:
+        return Int4Tiles(8, 512, 4, 1)
+    if gated:
+        return Int4Tiles(4, 512, 4, 6)
+    if inner > 4096:
+        return Int4Tiles(4, 256, 2, 1)
+    return Int4Tiles(8 if outputs >= _WIDE else 4, 512, 4, 1)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, copied if it is not aligned for reading four numbers at a time."""
+    """x, copied if it is not aligned for reading eight numbers at a time."""
     rows_apart = x.stride(0) if x.ndim > 1 else 0
-    return x.clone(memory_format=torch.contiguous_format) if rows_apart % 4 or x.data_ptr() % 8 else x
+    return x.clone(memory_format=torch.contiguous_format) if rows_apart % 8 or x.data_ptr() % 16 else x

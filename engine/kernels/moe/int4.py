@@ -12,14 +12,22 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gemm.group_scaled import E4M3_UNIT, as_e4m3_pairs
-from engine.kernels.gemm.int4_gemv import by_chunk, chunk_sums, dot8, fixed_point, load_words, of_chunks
+from engine.kernels.gemm.int4_fixed import (
+    WORDS_IN_CHUNK,
+    chunk_sums,
+    first_columns,
+    fixed_point,
+    load_words,
+    of_chunks,
+    sum_chunk,
+)
 from engine.kernels.gemm.packed import spread
 from engine.kernels.gemm.packed_weight import MIDDLE, pair_distance
 from engine.kernels.moe.tiles import MatrixTiles
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, wait_for_previous
 
-_IN_CHUNK = tl.constexpr(4)  # words
+_IN_CHUNK = tl.constexpr(WORDS_IN_CHUNK)
 _WORDS_EACH = 128  # words of a row that a program of one warp reads at a time
 _ROWS_EACH = 8
 
@@ -34,6 +42,7 @@ def _pairs_kernel(
     WORDS: tl.constexpr = K // 8
     CHUNKS: tl.constexpr = BLOCK_W // _IN_CHUNK
     HALVES: tl.constexpr = 1 if GATE is None else 2
+    ALL: tl.constexpr = N % BLOCK_N == 0
     wait_for_previous(PDL)
     pair = tl.program_id(0)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
@@ -45,22 +54,19 @@ def _pairs_kernel(
     x_at = x_ptr + pair // SHARE * x_stride
     sums = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
     up_sums = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
-    ones = tl.full([BLOCK_W], 0x11111111, tl.int32)
     for start in tl.static_range(0, WORDS, BLOCK_W):
-        w = load_words(w_at, n_live, words, start, WORDS, BLOCK_W)
-        column = start * 8 + tl.arange(0, CHUNKS) * (8 * _IN_CHUNK)
-        scale = of_chunks(scale_at, n, n_live, column, K, GROUP).to(tl.float32)
+        w = load_words(w_at, n_live, words, start, WORDS, BLOCK_W, ALL)
+        scale = of_chunks(scale_at, n, n_live, start, K, GROUP, BLOCK_W, ALL).to(tl.float32)
         if GATE is not None:
-            up = load_words(w_at + N * WORDS, n_live, words, start, WORDS, BLOCK_W)
-            up_scale = of_chunks(scale_at, N + n, n_live, column, K, GROUP).to(tl.float32)
-        byte = (start + words) * 4
-        at = byte // PAIR * (2 * PAIR) + byte % PAIR
-        live = start + words < WORDS
-        high, low, far_high, far_low, unit, _ = fixed_point(x_at, None, 0.0, at, live, PAIR, DP4A)
-        total = by_chunk(dot8(ones, high, low, far_high, far_low, DP4A))
-        sums += chunk_sums(w, total, high, low, far_high, far_low, MIDDLE, scale, unit, DP4A)
+            up = load_words(w_at + N * WORDS, n_live, words, start, WORDS, BLOCK_W, ALL)
+            up_scale = of_chunks(scale_at, N + n, n_live, start, K, GROUP, BLOCK_W, ALL).to(tl.float32)
+        chunk = start // _IN_CHUNK + tl.arange(0, CHUNKS)
+        at, live = first_columns(chunk, PAIR), chunk < WORDS // _IN_CHUNK
+        in_bytes, unit, _ = fixed_point(x_at, None, None, at, live, PAIR, DP4A)
+        total = sum_chunk(in_bytes, DP4A)
+        sums += chunk_sums(w, in_bytes, total, MIDDLE, scale, unit, DP4A)
         if GATE is not None:
-            up_sums += chunk_sums(up, total, high, low, far_high, far_low, MIDDLE, up_scale, unit, DP4A)
+            up_sums += chunk_sums(up, in_bytes, total, MIDDLE, up_scale, unit, DP4A)
     y = tl.sum(sums, 1)
     if GATE is not None:
         y = activated(y, GATE) * tl.sum(up_sums, 1)

@@ -144,3 +144,4 @@ class ExpertMethod(ABC):
 class Format(NamedTuple):
     linear: LinearMethod
     experts: ExpertMethod
+    head: LinearMethod | None = None  # of the output head; None: it keeps 16 bits

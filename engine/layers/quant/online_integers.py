@@ -10,8 +10,8 @@ largest number off and leaves the others finer, and keeps what has the smaller s
 Error relative to the weights (root mean square), SmolLM2-135M and normal numbers alike: int8 0.8 %, int4 9.8 % (groups
 of 128), int4-g32 8.3 %.
 
-On a GPU the weights then are what published W8A16 and W4A16 checkpoints are (packed.py); on a CPU see
-kernels/gemm/cpu_integers.py.
+On a GPU the weights then are what published W8A16 and W4A16 checkpoints are (packed.py), and beside int4 the head is in
+fp8 (head.py); on a CPU see kernels/gemm/cpu_integers.py.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ from engine.kernels.gemm.cpu_integers import Int4Weight, Int8Weight
 from engine.kernels.gemm.packed_weight import Packed, pack_pairs
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides
+from engine.layers.quant.head import FP8_HEAD
 from engine.layers.quant.integers import packed_bytes
 from engine.layers.quant.packed_gpu import use_packed
 from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
@@ -99,8 +100,8 @@ class OnlineIntegerExperts(UnquantizedExperts):
 
 ONLINE = {
     "int8": Format(OnlineIntegers(8), OnlineIntegerExperts(8)),
-    "int4": Format(OnlineIntegers(4, 128), OnlineIntegerExperts(4, 128)),
-    "int4-g32": Format(OnlineIntegers(4, 32), OnlineIntegerExperts(4, 32)),
+    "int4": Format(OnlineIntegers(4, 128), OnlineIntegerExperts(4, 128), FP8_HEAD),
+    "int4-g32": Format(OnlineIntegers(4, 32), OnlineIntegerExperts(4, 32), FP8_HEAD),
 }
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.capabilities import ONLINE_INTEGERS
 from engine.errors import ConfigError, ModelError
-from engine.layers.embed import Embedding
+from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
 from engine.layers.quant import FORMATS
@@ -35,7 +35,8 @@ _RANDOM_BLOCK = (8 << 20) + 1  # elements; not a multiple of a row, so that rows
 
 
 def quantize(model: nn.Module, name: str, stored: str | None = None, device: torch.device = _CPU) -> None:
-    """Before loading: quantise the decoder's linear layers that the format supports, but not the output head.
+    """Before loading: quantise the decoder's linear layers that the format supports, and the output head if the format
+    has a method for it.
 
     `stored`: how the checkpoint is quantised already. Then `name` may only say the same; else it is a key of `FORMATS`.
     Raises ConfigError.
@@ -59,7 +60,9 @@ def quantize(model: nn.Module, name: str, stored: str | None = None, device: tor
             "--quantization", msg("Use --quantization fp8."),
         )  # fmt: skip
     for module in model.modules():
-        if isinstance(module, Linear) and module.quantizable and quantized.linear.supports(module):
+        if isinstance(module, LMHead) and quantized.head is not None and quantized.head.supports(module):
+            module.use(quantized.head)
+        elif isinstance(module, Linear) and module.quantizable and quantized.linear.supports(module):
             module.use(quantized.linear)
         elif isinstance(module, ExpertLinear) and module.quantizable and quantized.experts.supports(module):
             module.use(quantized.experts)

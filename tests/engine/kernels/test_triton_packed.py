@@ -8,6 +8,7 @@ import torch
 from engine.kernels.gemm import int4_gemm, int4_gemv
 from engine.kernels.gemm import packed as kernels
 from engine.kernels.gemm import packed_weight as reference
+from engine.kernels.gemm.int4_gemv import Int4Tiles
 from engine.kernels.gemm.packed import PackedTiles
 from engine.kernels.gemm.packed_weight import Packed, dequantize, joined, pack_pairs
 
@@ -64,6 +65,26 @@ def test_int4_gemv(outputs, inner, group, zero, rows, dtype):
         ours = int4_gemv.gemv(x * 0.01, packed, bias, norm=norm, wide_offset=1.0, **given)
         expected = reference.gemv(x * 0.01, packed, bias, norm=norm, wide_offset=1.0, **around)
         torch.testing.assert_close(ours.float(), expected.float(), rtol=2**-5, atol=2e-2 * expected.float().abs().max())
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("outputs", [12, 10])  # of the last program, all blocks or not all are needed
+def test_int4_gemv_of_several_blocks_of_rows(outputs, zero, rows):
+    """x is converted once, and the result is the same, bit for bit."""
+    packed = make("int4", outputs, 384, 128, zero=zero)
+    x, norm = torch.randn(rows, 384).bfloat16(), (torch.rand(384).bfloat16(), 1e-5)
+    bias = torch.randn(outputs).bfloat16()
+    for around in ({"residual": torch.randn(rows, outputs).bfloat16()}, {"gate": "silu"}, {}):
+        results = []
+        for tiles in (Int4Tiles(2, 64, 1, 1), Int4Tiles(2, 64, 1, 3), Int4Tiles(2, 64, 1, 5)):
+            given = {name: value.clone() if torch.is_tensor(value) else value for name, value in around.items()}
+            results.append(int4_gemv.gemv(x, packed, bias, norm=norm, tiles=tiles, **given))
+        expected = reference.gemv(x, packed, bias, norm=norm, **around)
+        near = {"rtol": 2**-5, "atol": 2e-2 * expected.abs().max().item()}
+        torch.testing.assert_close(results[0].float(), expected.float(), **near)
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
 
 
 def test_fixed_point_keeps_small_numbers_beside_large_ones_and_what_is_no_number():

@@ -165,9 +165,39 @@ def test_the_memory_plan_of_a_gpu_counts_them(wide_llama):
         plan_engine(EngineConfig(wide_llama, quantization=name, dtype="bfloat16"), H200).numbers()["parts"]["weights"]
         for name in (None, "int8", "int4")
     )
-    linears = sum(
-        m.in_features * m.out_features for m in empty_model(wide_llama, torch.bfloat16).modules()
-        if isinstance(m, Linear) and m.quantizable
-    )  # fmt: skip
+    layers = [m for m in empty_model(wide_llama, torch.bfloat16).modules() if isinstance(m, Linear)]
+    linears, head = (sum(m.in_features * m.out_features for m in layers if m.quantizable is each)
+                     for each in (True, False))  # fmt: skip
     assert plain - int8 == pytest.approx(linears, rel=0.05)
-    assert plain - int4 == pytest.approx(1.47 * linears, rel=0.05)
+    assert plain - int4 == pytest.approx(1.47 * linears + head, rel=0.03)  # beside int4 the head is in fp8
+
+
+def test_the_memory_plan_counts_a_tied_heads_copy(tiny_llama_dir):
+    """The embedding keeps 16 bits, so the head in fp8 comes on top, and only on a GPU."""
+    tied, untied = (
+        tiny_llama_dir("gqa", hidden_size=192, intermediate_size=320, vocab_size=4096, tie_word_embeddings=each)
+        for each in (True, False)
+    )
+
+    def weights(directory, name):
+        config = EngineConfig(directory, quantization=name, dtype="bfloat16")
+        return plan_engine(config, H200).numbers()["parts"]["weights"]
+
+    head = 4096 * 192
+    assert weights(untied, None) - weights(tied, None) == 2 * head
+    assert weights(untied, "int4") == weights(tied, "int4")
+    layers = weights(tied, None) - 2 * head
+    assert 3 * head < weights(tied, "int4") < 3 * head + 0.4 * layers
+
+
+def test_a_cpu_keeps_the_head_in_16_bits(tiny_llama_dir):
+    directory = tiny_llama_dir("gqa", hidden_size=192, intermediate_size=320, tie_word_embeddings=True)
+    plain, int4 = (
+        build_engine(EngineConfig(directory, device="cpu", dtype="bfloat16", max_model_len=128, quantization=name))
+        .runner.model for name in (None, "int4")
+    )  # fmt: skip
+    assert torch.equal(int4.embed_tokens.weight, plain.embed_tokens.weight)
+    assert int4.lm_head.scale is None
+    x = torch.randn(3, 192).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(int4.lm_head(x), plain.lm_head(x))
