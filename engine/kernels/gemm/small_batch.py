@@ -42,18 +42,14 @@ def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_products(sums, w, xs, scale, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
     """sums[m] + w x[m] for each row m: w [BLOCK_N, BLOCK_K]; sums [BLOCK_N, BLOCK_K / PART] add up PART neighbours,
-    which one thread holds. They share a block's scale: multiplying with it costs nothing, as it is part of the
-    addition."""
+    which one thread holds."""
     wide = widened(w, tl.float32)
     result = ()
     for m in tl.static_range(ROWS):
         products = tl.reshape(wide * xs[m][None, :], [w.shape[0], w.shape[1] // PART, PART])
-        part = tl.sum(products, 2)
-        if BLOCK > 0:
-            part = part * scale[None, :]
-        result = result + (sums[m] + part,)  # noqa: RUF005 - Triton's tuples
+        result = result + (sums[m] + tl.sum(products, 2),)  # noqa: RUF005 - Triton's tuples
     return result
 
 
@@ -80,11 +76,10 @@ def _vector_product(
     up_bias = bias
     if GATE is not None:
         up_scale, up_bias = _of_outputs(scale_ptr, bias_ptr, N + n, n_live, BLOCK)
-    first = program * BLOCK_N
-    part_scale = _of_blocks(scale_ptr, first, 0, K, BLOCK_K, PART, BLOCK)
-    up_part_scale = part_scale
+    scales = _of_blocks(scale_ptr, program * BLOCK_N, K, BLOCK_K, BLOCK)
+    up_scales = scales
     if GATE is not None:
-        up_part_scale = _of_blocks(scale_ptr, N + first, 0, K, BLOCK_K, PART, BLOCK)
+        up_scales = _of_blocks(scale_ptr, N + program * BLOCK_N, K, BLOCK_K, BLOCK)
     if IN_ORDER and PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -103,15 +98,11 @@ def _vector_product(
     for at in tl.static_range(0, K, BLOCK_K):
         next_w = w
         next_up = up
-        next_scale = part_scale
-        next_up_scale = up_part_scale
         if at + BLOCK_K < K:  # load the next block while this one is multiplied
             mask = n_live[:, None] & (k < K - at - BLOCK_K)[None, :]
             next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
-            next_scale = _of_blocks(scale_ptr, first, at + BLOCK_K, K, BLOCK_K, PART, BLOCK)
             if GATE is not None:
                 next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
-                next_up_scale = _of_blocks(scale_ptr, N + first, at + BLOCK_K, K, BLOCK_K, PART, BLOCK)
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + at + k, mask=at + k < K, other=0.0).to(tl.float32) + offset
         xs = ()
@@ -123,13 +114,13 @@ def _vector_product(
             if norm_ptr is not None:
                 x = x * norm
             xs = xs + (x,)  # noqa: RUF005
-        sums = _add_products(sums, w, xs, part_scale, ROWS, PART, BLOCK)
+        own = _in_blocks(xs, scales, at // BLOCK_K, ROWS, BLOCK)
+        sums = _add_products(sums, w, own, ROWS, PART)
         w = next_w
-        part_scale = next_scale
         if GATE is not None:
-            up_sums = _add_products(up_sums, up, xs, up_part_scale, ROWS, PART, BLOCK)
+            own = _in_blocks(xs, up_scales, at // BLOCK_K, ROWS, BLOCK)
+            up_sums = _add_products(up_sums, up, own, ROWS, PART)
             up = next_up
-            up_part_scale = next_up_scale
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         factor = 1.0
@@ -145,22 +136,31 @@ def _vector_product(
 
 
 @triton.jit
-def _of_blocks(
-    scale_ptr, first, at: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The scales of BLOCK_K columns from `at` on, one for PART neighbours, in the block of outputs that begin at
-    `first`; loaded together with W's numbers. 1 without blocks."""
-    scale = 1.0
+def _of_blocks(scale_ptr, first, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr):
+    """The scales of all columns in the block of outputs that begin at `first`, one tensor for each BLOCK_K columns.
+    Like W they do not depend on the previous kernel. Loaded where they are used, each would wait for the memory. A
+    thread keeps one number of each tensor, because its neighbouring columns share a scale."""
+    scales = ()
     if BLOCK > 0:
-        tl.static_assert(BLOCK % PART == 0)
-        k = at + tl.arange(0, BLOCK_K // PART) * PART
-        place = first // BLOCK * tl.cdiv(K, BLOCK) + k // BLOCK
-        if at + BLOCK_K <= K:
-            scale = tl.load(scale_ptr + place)
-        else:
-            scale = tl.load(scale_ptr + place, mask=k < K, other=0.0)
-    return scale
+        GROUPS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        for at in tl.static_range(0, K, BLOCK_K):
+            k = at + tl.arange(0, BLOCK_K)
+            scale = tl.load(scale_ptr + first // BLOCK * GROUPS + k // BLOCK, mask=k < K, other=0.0)
+            scales = scales + (scale,)  # noqa: RUF005 - Triton's tuples
+    return scales
+
+
+@triton.jit
+def _in_blocks(xs, scales, at: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of x, multiplied by the scales of their columns: cheaper than scaling W, because a program's outputs
+    share them. Without blocks, x as it is."""
+    if BLOCK == 0:
+        return xs
+    else:
+        result = ()
+        for m in tl.static_range(ROWS):
+            result = result + (xs[m] * scales[at],)  # noqa: RUF005
+        return result
 
 
 @triton.jit
