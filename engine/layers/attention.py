@@ -83,12 +83,12 @@ class Attention(nn.Module):
             if self.v_norm_eps is not None:
                 v = unit_rms(v, self.v_norm_eps)
             write_kv(k, v, self.k_cache, self.v_cache, slot_mapping, **self._kv_scales)
-            if k.dtype != self.k_cache.dtype and (batch.prefills or self._lends):
+            if k.dtype != self.k_cache.dtype and (batch.prefills or self.lends):
                 # Round the chunk's own K and V as the cache will, so that results do not depend on where the prompt was
                 # cut into chunks.
                 dtype = self.k_cache.dtype
                 k, v = as_cached(k, self.k_scale, dtype), as_cached(v, self.v_scale, dtype)
-            self._step_k_v = (k, v) if self._lends else None
+            self._step_k_v = (k, v) if self.lends else None
         else:
             (owner,) = self._owner
             assert owner._step_k_v is not None, "its owner comes first in a step"
@@ -102,7 +102,7 @@ class Attention(nn.Module):
     def borrow_from(self, owner: "Attention") -> None:
         """Read the step's own K and V from `owner`: this layer has none. (The worker binds the owner's cache.)"""
         self._owner = (owner,)  # in a tuple, so that PyTorch does not register it as a submodule
-        owner._lends = True
+        owner.lends = True
 
     def _on_device(
         self,
@@ -221,12 +221,12 @@ class Attention(nn.Module):
         if not self.own_kv:
             (owner,) = self._owner
             own = owner._step_kv
-        self._step_kv = own if self._lends else None
+        self._step_kv = own if self.lends else None
         return q, own
 
     _step_kv: torch.Tensor | None = None  # K and V of the current mixed step, for layers that borrow them
     _step_k_v: tuple[torch.Tensor, torch.Tensor] | None = None  # the same on a CPU, for every step
-    _lends = False
+    lends = False
     _owner: "tuple[Attention]"
 
 

@@ -24,6 +24,7 @@ class CausalLM(nn.Module, ABC):
     The tokens of all sequences in a step are concatenated; `get_context()` tells layers which belong together.
     """
 
+    layers: nn.ModuleList                          # the decoder layers, in the order in which they run
     weight_pool: torch.cuda.MemPool | None = None  # memory pool of its weights, on a GPU
     stored: "QuantizationPlan | None" = None       # how a quantised checkpoint stores it (loading/quantized.py)
     kv_scales: frozenset[str] = frozenset()        # names of scales that an fp8 cache uses (loading/kv_scales.py)

@@ -25,6 +25,7 @@ from engine.layers.quant.packed_gpu import PackedParts
 from engine.models.base import CausalLM
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device_runner import DeviceRunner
+from engine.worker.layer_kinds import one_of_each_kind
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def load_kernels(jobs: Iterable[Job]) -> None:
 @torch.inference_mode()
 def needed_kernels(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> set[Job]:
     """The variants that `compile_steps` compiles, recorded and not launched."""
-    with recording() as jobs:
+    with recording() as jobs, one_of_each_kind(runner.model.layers):
         for size in _decode_sizes(runner, max_batch):
             runner._decode(size)
         for size in _shared_sizes(runner, max_batch):

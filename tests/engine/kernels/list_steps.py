@@ -1,4 +1,5 @@
-"""Compares what is listed for a start with what a start and its requests launch on the GPU that is played.
+"""Compares what is listed for a start with what a start and its requests launch on the GPU that is played, and with
+what all layers of the model need, not one of each kind.
 
     python list_steps.py FAMILY [KEY=VALUE of EngineConfig ...]        one of gpu_kit's families
 
@@ -8,23 +9,24 @@ Prints JSON. Run by test_prebuild.py in a process of its own. No kernel runs.
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from gpu_kit import FAMILIES, SHAPE
 from note_steps import name_of, some_steps
 
 from engine.config import EngineConfig
-from engine.core.kv.spec import CacheSpec
 from engine.kernels.runtime import launcher
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_with_nothing
 from engine.prebuild.gpus import GPUS
 from engine.prebuild.listing import kernels_for
 from engine.prebuild.without_gpu import GPU, without_gpu
-from engine.worker import memory_profile
+from engine.worker import memory_profile, warmup
 from engine.worker.build import empty_model, resolve_dtype, resolve_kv_dtype
-from engine.worker.cache import Cache
+from engine.worker.cache import Cache, cache_spec
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device_runner import DeviceRunner
 
@@ -47,7 +49,7 @@ def launched(config, target):
         for table in model.lookup_tables():
             table.on_host = True
         fill_with_nothing(model)
-        spec = CacheSpec(tuple(model.cache_layers()), kv_dtype.itemsize, 16)
+        spec = cache_spec(model.cache_layers(), kv_dtype, 16)
         runner = DeviceRunner(
             model, spec, num_rows=SEQS + 1, max_model_len=1024, max_num_tokens=TOKENS, device=GPU
         )
@@ -72,9 +74,12 @@ def main(family, *options):
         )  # fmt: skip
         target, total = GPUS["h100"]
         listed = kernels_for(config, target, total)
+        with patch.object(warmup, "one_of_each_kind", lambda layers: nullcontext()):
+            of_all_layers = kernels_for(config, target, total)
         needed = launched(config, target)
     print(json.dumps({
         "listed": len(listed), "launched": len(needed), "not listed": sorted(map(name_of, needed - listed)),
+        "of some layers only": sorted(map(name_of, listed ^ of_all_layers)),
     }))  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def run(*command, **variables):
     [
         ["qwen3"], ["qwen3", "quantization=fp8", "kv_cache_dtype=fp8"],
         ["gemma4-26b"], ["gemma4-e2b", "quantization=fp8"], ["qwen3.5-moe", "quantization=fp8"],
+        ["qwen3", "quantization=int4", "kv_cache_dtype=int8"], ["gemma4-e2b", "kv_cache_dtype=int8"],
     ],
 )  # fmt: skip
 def test_what_a_start_launches_was_listed(arguments):
@@ -35,6 +36,7 @@ def test_what_a_start_launches_was_listed(arguments):
     report = json.loads(done.stdout)
     assert report["launched"] > 20
     assert report["not listed"] == []
+    assert report["of some layers only"] == []
 
 
 TINY = {
