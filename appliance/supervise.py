@@ -34,6 +34,7 @@ from installer.service.log_file import rotate
 STOP_SECONDS = 30.0     # from SIGTERM to SIGKILL
 MAX_RESTARTS = 4        # within the supervisor's window, as StartLimitBurst= of the units
 ROTATE_SECONDS = 10.0   # how often the size of the log is checked
+SAMPLER_AFTER = 2.0     # on a server the sampler starts after the gateway; until then there is nothing to sample
 SAMPLER_SECONDS = 30.0  # before a sampler that ended is started again
 EXIT_BUSY = 75
 
@@ -120,6 +121,7 @@ class PrefixSupervisor(Supervisor):
 
     async def _sample(self) -> None:
         """Keep the sampler running until cancelled."""
+        await asyncio.sleep(SAMPLER_AFTER)
         while True:
             process: subprocess.Popen[bytes] | None = None
             try:

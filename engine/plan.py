@@ -166,7 +166,8 @@ def _built(
     build, before = model_class(config), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = build(config, config.max_position_embeddings).eval()
+        with torch.device("meta"):  # tables of positions too: a long context's take seconds to compute
+            model = build(config, config.max_position_embeddings).eval()
     except (RuntimeError, MemoryError) as error:
         raise ModelError(msg("The shapes of {name} are too large to lay out on this machine: {error}.",
                              name=directory.name, error=reason(error))) from None

@@ -96,13 +96,14 @@ class Reader:
         """A lock to hold while reading one block."""
         return self._turns or nullcontext()
 
-    def buffer(self, chunk_size: int) -> memoryview:
-        """This thread's buffer for one block of a chunk; valid until its next call."""
-        size = chunk_size if self._turns else min(_BLOCK, chunk_size)
+    def buffer(self, chunk_size: int, left: int) -> memoryview:
+        """This thread's buffer for the next block of a chunk, of which `left` bytes are to come; valid until its next
+        call. It is only as large as what was read needed: clearing 64 MiB takes as long as hashing them."""
+        size = min(left, chunk_size if self._turns else min(_BLOCK, chunk_size))
         held: bytearray | None = getattr(self._local, "buffer", None)
-        if held is None or len(held) != size:
+        if held is None or len(held) < size:
             held = self._local.buffer = bytearray(size)
-        return memoryview(held)
+        return memoryview(held)[:size]
 
     def read_into(self, fd: int, view: memoryview, offset: int) -> int:
         """Fill `view` from `offset`, in turn; returns the bytes read, fewer only at the end of the file."""

@@ -4,7 +4,7 @@
 
 Without a name these are the tests of `make test`. `kernels`: GPU kernels and the steps around them, in Triton's
 interpreter. `installations`: those that take whole installations through their lives.
-Three processes if nobody says otherwise, and one more for each part that mostly waits. Each part is a pytest of its
+Three processes if nobody says otherwise, and two more for the parts that mostly wait. Each part is a pytest of its
 own, the longest first. A part that passes prints its last line, one that fails everything. Its CPU seconds include the
 processes that it has waited for; services that outlived the command that started them are not counted.
 The exit status is 1 if any part failed.
@@ -24,21 +24,37 @@ KERNELS = "tests/engine/kernels"
 OF_TRITON = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob("test_triton_*.py"))
 SELFTEST = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob("test_selftest*.py"))
 
-# Parts whose fixtures are dear and shared (engines, bundles, installs) stay whole.
+KILLED_INSTALLS = [f"tests/installer/operate/test_{name}.py"
+                   for name in ("install_kill", "install_server_kill", "boot_recovery", "settings_trial")]  # fmt: skip
+PROCESSES = ["tests/engine/server/process", "tests/engine/server/cli"]
+CONNECTIONS = ["tests/engine/server/http"]
+SCREENS = [f"tests/tui/test_{name}.py" for name in ("screens", "snapshots", "trouble_screens")]
+
+
+def without(paths: list[str]) -> list[str]:
+    return [f"--ignore={path}" for path in paths]
+
+
+# Parts whose fixtures are dear and shared (engines, bundles, installs) stay whole. A short part at the end lets both
+# cores end at about the same time.
 PARTS = {
+    "screens": SCREENS,
+    "terminal": ["tests/tui", *without(SCREENS)],
+    "connections": CONNECTIONS,
     "checklist": ["tests/appliance/service"],
-    "installer": ["tests/installer"],
-    "server": ["tests/engine/server"],
-    "fuzzers": ["tests/fuzz"],
-    "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
+    "installer": ["tests/installer", *without(KILLED_INSTALLS)],
+    "engine": ["tests/engine", *without([f"tests/engine/{name}" for name in
+               ("kernels", "models", "server", "test_oracle.py")])],
+    "processes": PROCESSES,
     "bundles": ["tests/offline_bundle"],
+    "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
+    "killed installs": KILLED_INSTALLS,
+    "server": ["tests/engine/server", *without([*PROCESSES, *CONNECTIONS])],
     "appliance": ["tests/appliance", "--ignore=tests/appliance/service", "tests/test_imports.py"],
-    "engine": ["tests/engine", *(f"--ignore=tests/engine/{name}" for name in
-               ("kernels", "models", "server", "test_oracle.py"))],
-    "terminal": ["tests/tui"],
+    "fuzzers": ["tests/fuzz"],
 }  # fmt: skip
 KERNELS_PARTS = {
-    "kernels' other tests": [KERNELS, *(f"--ignore={path}" for path in (*OF_TRITON, *SELFTEST))],
+    "kernels' other tests": [KERNELS, *without([*OF_TRITON, *SELFTEST])],
     "kernels in Triton's interpreter": OF_TRITON,
     "kernels' self-test": SELFTEST,
 }  # fmt: skip
@@ -51,14 +67,15 @@ INSTALLATIONS = {
     "terminal": ["tests/tui/test_wizard_real.py"],
     "checklist": ["tests/appliance/service/test_checklist_real.py", "tests/appliance/service/verification"],
 }
-# Several times more seconds than CPU seconds: each starts at once, and takes no place from those that compute.
-WAITING = {"terminal"}
+# Several times more seconds than CPU seconds: they start at once, and take no place from those that compute.
+WAITING = {"screens", "terminal", "connections"}
+WAITING_PROCESSES = 2
 # Its plugin takes a second to import; only the server's tests use it.
 NO_SCHEMATHESIS = ["-p", "no:schemathesis"]
 # Triton's interpreter is one thread of Python. Steps of tiny models are too short to divide, and the threads of three
 # processes wait for one another. Engines with several threads run in the other parts, and in `make test-cpus`.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-WITH_ONE_THREAD = {*KERNELS_PARTS, "models", "server", "terminal"}
+WITH_ONE_THREAD = {*KERNELS_PARTS, "models", "server", "processes", "connections", "screens", "terminal"}
 
 
 def main() -> int:
@@ -105,7 +122,7 @@ def main() -> int:
         return passed
 
     waiting = WAITING if parts is PARTS else set()
-    computing, beside = ThreadPoolExecutor(processes), ThreadPoolExecutor(max(1, len(waiting)))
+    computing, beside = ThreadPoolExecutor(processes), ThreadPoolExecutor(WAITING_PROCESSES)
     begun = {name: (beside if name in waiting else computing).submit(run, name) for name in parts}
     try:
         results = {name: part.result() for name, part in begun.items()}

@@ -19,7 +19,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = empty_parameter(vocab_size, hidden_size)
-        self.scale = torch.tensor(scale, dtype=self.weight.dtype).item()
+        self.scale = torch.tensor(scale, dtype=self.weight.dtype, device="cpu").item()
 
     def keep_on_host(self) -> None:
         """Before loading: put the weight into host memory, which worker/embedding_offload.py locks later.

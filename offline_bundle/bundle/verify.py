@@ -107,10 +107,10 @@ def check_bytes(root: int, files: Sequence[File], progress: Progress, *, full: b
         with untrusted_dir.open_file(root, entry.path) as fd:
             for offset, length, expected in pieces:
                 piece, at, end = hashlib.sha256(), offset, offset + length
-                view = reader.buffer(entry.read_size)
                 while at < end:
+                    view = reader.buffer(entry.read_size, end - at)
                     try:
-                        n = reader.read_into(fd, view[: end - at], at)
+                        n = reader.read_into(fd, view, at)
                     except OSError as e:
                         raise untrusted_dir.read_failed(entry.path, e) from e
                     if n == 0:

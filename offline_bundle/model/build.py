@@ -248,7 +248,7 @@ def _copy_model(
                 while at < sizes[path]:
                     chunk, chunk_end = hashlib.sha256(), min(at + chunk_size, sizes[path])
                     while at < chunk_end:
-                        view = reader.buffer(chunk_size)[: chunk_end - at]
+                        view = reader.buffer(chunk_size, chunk_end - at)
                         try:
                             if reader.read_into(fd, view, at) != len(view):
                                 raise _changed(path)

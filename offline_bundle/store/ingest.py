@@ -203,7 +203,7 @@ class _Ingest:
             end, digest = at + length, hashlib.sha256()
             with untrusted_dir.open_file(self.stage, entry.path) as fd:
                 while at < end:
-                    view = here.buffer(entry.chunk_size)[: end - at]
+                    view = here.buffer(entry.chunk_size, end - at)
                     here.read_into(fd, view, at)
                     digest.update(view)
                     at += len(view)
@@ -261,7 +261,7 @@ class _Ingest:
             if os.fstat(source).st_size != entry.size:
                 raise mismatch(entry, start, length)
             while at < end:
-                view = self.reader.buffer(entry.chunk_size)[: end - at]
+                view = self.reader.buffer(entry.chunk_size, end - at)
                 try:
                     got = self.reader.read_into(source, view, at)
                 except OSError as e:

@@ -93,7 +93,7 @@ def hash_one(root, entry, target, reader, tick):
         out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600) if target else -1
         try:
             while at <= size:  # a byte more than was signed shows that the file is longer
-                view = reader.buffer(8 * MIB)[: size + 1 - at]
+                view = reader.buffer(8 * MIB, size + 1 - at)
                 try:
                     count = reader.read_into(source, view, at)
                 except OSError as e:

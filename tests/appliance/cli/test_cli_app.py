@@ -7,6 +7,7 @@ import time
 
 import pytest
 import typer
+from forked_commands import forked
 from typer.testing import CliRunner
 
 from appliance.cli import app as tree
@@ -17,9 +18,20 @@ def atoll(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "appliance.cli", *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", [*tree.COMMANDS, "version"])
-def test_every_listed_command_explains_itself(name: str):
-    result = atoll(name, "--help")
+NAMES = [*tree.COMMANDS, "version"]
+
+
+@pytest.fixture(scope="module")
+def helps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess]:
+    """What each command says when it is asked for help."""
+    modules = sorted({module for module, *_ in tree.COMMANDS.values()})
+    done = forked([(name, "--help") for name in NAMES], tmp_path_factory.mktemp("helps"), *modules)
+    return dict(zip(NAMES, done, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_listed_command_explains_itself(helps: dict[str, subprocess.CompletedProcess], name: str):
+    result = helps[name]
     assert result.returncode == 0, result.stderr
     assert "usage" in result.stdout.lower()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from endpoints import Endpoint, good
+from forked_commands import forked
 
 from installer.base.errors import ExitCode
 from installer.tls.certificates import issue, make_ca, to_pem
@@ -24,9 +25,12 @@ VLLM_KEYS = {
 DETAILED = {"input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors"}
 
 
+ENVIRONMENT = {"ATOLL_LANG": "en", "COLUMNS": "200", "LC_ALL": "C.UTF-8"}
+
+
 def atoll(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "appliance", "bench", *words]
-    environment = {"PATH": "/usr/bin:/bin", "ATOLL_LANG": "en", "COLUMNS": "200", "LC_ALL": "C.UTF-8", **environment}
+    environment = {"PATH": "/usr/bin:/bin", **ENVIRONMENT, **environment}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
@@ -74,34 +78,40 @@ def test_results_are_compared_also_with_vllms_own(tmp_path: Path):
     assert atoll("compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")).returncode == ExitCode.USAGE
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--tokenizer", "x"], "--tokenizer is refused"),
-        (["--trust_remote_code"], "--trust-remote-code is refused"),
-        (["--insecure"], "--ca FILE"),
-        (["--api-key", "sk-secret"], "--api-key-file FILE"),
-        (["--header", "Authorization=Bearer sk-secret"], "not set by hand"),
-        (["--no-such-flag"], "No such option"),
-        (["--backend", "tgi"], "no backend 'tgi'"),
-        (["--dataset-name", "sonnet"], "no dataset 'sonnet'"),
-        (["--dataset-name", "custom"], "needs a file"),
-        (["--request-rate", "fast"], "not a rate"),
-        (["--burstiness", "2"], "needs a --request-rate"),
-        (["--goodput", "ttft"], "not a target"),
-        (["--find-users"], "needs targets"),
-        (["--metric-percentiles", "150"], "not a list of percentiles"),
-        (["--extra-body", "[1]"], "not a JSON object"),
-        (["--metadata", "x"], "cannot be saved as a note"),
-        (["--profile", "/nowhere.toml"], "No such file"),
-        (["--temperature", "7"], "temperature"),
-        (["--api-key-file", "/nowhere"], "No such file"),
-        (["--baseline", "/nowhere"], "No such file"),
-        (["--profile", "chat", "--random-prefix-len", "5000"], "shared prefix"),
-    ],
-)  # fmt: skip
-def test_wrong_flags_are_refused_by_name(words, said):
-    done = atoll("serve", "--base-url", "http://127.0.0.1:9", *words)
+REFUSED = [
+    (["--tokenizer", "x"], "--tokenizer is refused"),
+    (["--trust_remote_code"], "--trust-remote-code is refused"),
+    (["--insecure"], "--ca FILE"),
+    (["--api-key", "sk-secret"], "--api-key-file FILE"),
+    (["--header", "Authorization=Bearer sk-secret"], "not set by hand"),
+    (["--no-such-flag"], "No such option"),
+    (["--backend", "tgi"], "no backend 'tgi'"),
+    (["--dataset-name", "sonnet"], "no dataset 'sonnet'"),
+    (["--dataset-name", "custom"], "needs a file"),
+    (["--request-rate", "fast"], "not a rate"),
+    (["--burstiness", "2"], "needs a --request-rate"),
+    (["--goodput", "ttft"], "not a target"),
+    (["--find-users"], "needs targets"),
+    (["--metric-percentiles", "150"], "not a list of percentiles"),
+    (["--extra-body", "[1]"], "not a JSON object"),
+    (["--metadata", "x"], "cannot be saved as a note"),
+    (["--profile", "/nowhere.toml"], "No such file"),
+    (["--temperature", "7"], "temperature"),
+    (["--api-key-file", "/nowhere"], "No such file"),
+    (["--baseline", "/nowhere"], "No such file"),
+    (["--profile", "chat", "--random-prefix-len", "5000"], "shared prefix"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[subprocess.CompletedProcess[str]]:
+    calls = [("bench", "serve", "--base-url", "http://127.0.0.1:9", *words) for words, _ in REFUSED]
+    return forked(calls, tmp_path_factory.mktemp("refusals"), "appliance.cli.bench.app", **ENVIRONMENT)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=[" ".join(words) for words, _ in REFUSED])
+def test_wrong_flags_are_refused_by_name(refusals: list[subprocess.CompletedProcess[str]], number: int):
+    done, (_, said) = refusals[number], REFUSED[number]
     assert done.returncode == ExitCode.USAGE, (done.stdout, done.stderr)
     assert said in done.stderr, done.stderr
     assert "sk-secret" not in done.stdout + done.stderr

@@ -24,8 +24,15 @@ def rows(model, **options):
     return quality.run(argparse.Namespace(model=model, **flags | options))
 
 
-def test_perplexity_is_that_of_transformers(smollm2_dir):
-    [english, _] = rows(smollm2_dir)
+@pytest.fixture(scope="module")
+def in_16_bits(smollm2_dir, tmp_path_factory):
+    """The rows of the 16-bit weights, and the file that a later run may compare with."""
+    saved = tmp_path_factory.mktemp("quality") / "reference.json"
+    return rows(smollm2_dir, save=saved), saved
+
+
+def test_perplexity_is_that_of_transformers(smollm2_dir, in_16_bits):
+    [english, _], _ = in_16_bits
     ids = TextTokenizer.load(smollm2_dir).encode_text(pieces("en")[0])
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     with torch.inference_mode():
@@ -35,9 +42,8 @@ def test_perplexity_is_that_of_transformers(smollm2_dir):
     assert "top1_agreement" not in english
 
 
-def test_a_quantised_model_is_compared_with_its_16_bit_form(smollm2_dir, tmp_path):
-    saved = tmp_path / "reference.json"
-    [plain, _] = rows(smollm2_dir, save=saved)
+def test_a_quantised_model_is_compared_with_its_16_bit_form(smollm2_dir, in_16_bits):
+    [plain, _], saved = in_16_bits
     [fine, _] = rows(smollm2_dir, quantization="int8")
     [coarse, _] = rows(smollm2_dir, quantization="int4", reference=saved)  # a file instead of the weights
     assert plain["perplexity"] == fine["reference_perplexity"] == coarse["reference_perplexity"]
@@ -46,14 +52,13 @@ def test_a_quantised_model_is_compared_with_its_16_bit_form(smollm2_dir, tmp_pat
     assert fine["perplexity"] == pytest.approx(fine["reference_perplexity"], rel=0.1)
 
 
-def test_a_reference_of_another_tokenizer_is_refused(smollm2_dir, tmp_path):
-    saved = tmp_path / "reference.json"
-    rows(smollm2_dir, save=saved)
-    stored = json.loads(saved.read_text())
+def test_a_reference_of_another_tokenizer_is_refused(smollm2_dir, in_16_bits, tmp_path):
+    stored = json.loads(in_16_bits[1].read_text())
     stored["texts"]["en"]["tokens"][3] += 1
-    saved.write_text(json.dumps(stored))
+    other = tmp_path / "reference.json"
+    other.write_text(json.dumps(stored))
     with pytest.raises(ConfigError, match="another tokenizer"):
-        rows(smollm2_dir, reference=saved)
+        rows(smollm2_dir, reference=other)
 
 
 def test_the_command_prints_json_and_saves_what_it_measured(smollm2_dir, tmp_path):

@@ -9,17 +9,19 @@ import stat
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from installer_kit import Site, Witness
+from ports import free_port
 
 from installer.access import api_keys
 from installer.audit import log as audit_log
 from installer.base.errors import ExitCode, InstallError
 from installer.decide.install_options import InstallOptions
 from installer.operate.install import Installer
+from installer.operate.lifecycle import stop
 from installer.support import archive
 from installer.tls import endpoint as tls_endpoint
 from offline_bundle.model.build import build_bundle
@@ -44,18 +46,32 @@ def real_bundle(
     )
 
 
-@pytest.fixture
-def serving(site: Site, real_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Site, str]:
-    """An installation that serves the real engine over TLS, made by somebody whose environment is full of secrets."""
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "DATABASE_URL", "SUDO_USER"):
-        monkeypatch.setenv(name, canary(f"env-{name}"))
+def installed(site: Site, bundle: Path) -> str:
+    """The real engine, over TLS; returns the API key."""
     options = InstallOptions(
-        real_bundle, site.prefix, trust_keys=[site.key], port=site.port, start_timeout=60.0, smoke_timeout=60.0,
+        bundle, site.prefix, trust_keys=[site.key], port=site.port, start_timeout=60.0, smoke_timeout=60.0,
         confirmed=True,
     )
     result = Installer(options, Witness(), service=site.service).run()
     assert result.api_key is not None
-    return site, result.api_key
+    return result.api_key
+
+
+@pytest.fixture
+def serving(site: Site, real_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Site, str]:
+    """An installation made by somebody whose environment is full of secrets."""
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "DATABASE_URL", "SUDO_USER"):
+        monkeypatch.setenv(name, canary(f"env-{name}"))
+    return site, installed(site, real_bundle)
+
+
+@pytest.fixture(scope="module")
+def standing(real_bundle: Path, signer: KeyPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """One installation for the tests that only make archives of it."""
+    site = Site(tmp_path_factory.mktemp("standing") / "prefix", free_port(), signer.public_path)
+    installed(site, real_bundle)
+    yield site
+    stop(site.layout, service=site.service)
 
 
 def request(site: Site, method: str, path: str, body: bytes, headers: dict[str, str]) -> int:
@@ -187,9 +203,8 @@ def test_no_canary_leaves_the_machine(serving: tuple[Site, str], tmp_path: Path)
     assert '"event": "commit"' in members["install-journal.jsonl"]
 
 
-def test_the_manifest_says_what_was_taken_and_why(serving: tuple[Site, str], tmp_path: Path) -> None:
-    site, _ = serving
-    made = archive.make(site.layout, tmp_path / "s.tar.gz")
+def test_the_manifest_says_what_was_taken_and_why(standing: Site, tmp_path: Path) -> None:
+    made = archive.make(standing.layout, tmp_path / "s.tar.gz")
     members = unpacked(made.path)
     manifest = json.loads(members.pop("MANIFEST.json"))
     listed = {entry["name"]: entry for entry in manifest["members"]}
@@ -199,20 +214,19 @@ def test_the_manifest_says_what_was_taken_and_why(serving: tuple[Site, str], tmp
         assert listed[name]["why"]
     assert "there is none" in listed["verify.json"]["not_taken"]
     with pytest.raises(InstallError, match="already exists") as caught:
-        archive.make(site.layout, made.path)
+        archive.make(standing.layout, made.path)
     assert caught.value.exit_code == ExitCode.USAGE
 
 
-def test_addresses_go_on_request_only(serving: tuple[Site, str], tmp_path: Path) -> None:
-    site, _ = serving
+def test_addresses_go_on_request_only(standing: Site, tmp_path: Path) -> None:
     line = {"level": "info", "logger": "atoll.access", "message": "GET /v1/models", "status": 200}
-    with site.layout.log.open("a") as log:
+    with standing.layout.log.open("a") as log:
         for client in ("192.0.2.77", "2001:db8::7", "192.0.2.77", "127.0.0.1"):
             log.write(json.dumps({**line, "client": client}) + "\n")
-    plain = unpacked(archive.make(site.layout, tmp_path / "a.tar.gz").path)["log.txt"]
+    plain = unpacked(archive.make(standing.layout, tmp_path / "a.tar.gz").path)["log.txt"]
     assert "192.0.2.77" in plain
     assert "2001:db8::7" in plain
-    hidden = unpacked(archive.make(site.layout, tmp_path / "b.tar.gz", redact_addresses=True).path)["log.txt"]
+    hidden = unpacked(archive.make(standing.layout, tmp_path / "b.tar.gz", redact_addresses=True).path)["log.txt"]
     assert "192.0.2.77" not in hidden
     assert "2001:db8::7" not in hidden
     assert "127.0.0.1" in hidden
@@ -221,31 +235,27 @@ def test_addresses_go_on_request_only(serving: tuple[Site, str], tmp_path: Path)
     assert stand_ins[-3] == stand_ins[-1] != stand_ins[-2]
 
 
-def test_a_part_that_holds_a_secret_after_all_is_left_out(serving: tuple[Site, str], tmp_path: Path) -> None:
+def test_a_part_that_holds_a_secret_after_all_is_left_out(standing: Site, tmp_path: Path) -> None:
     """The last look, with a part that lies about its content: it drops the part, not the bundle."""
     from installer.support.items import Item, private_parts
 
-    site, _ = serving
-    tls_endpoint.ensure(site.layout, ["localhost"])
-    secret = private_parts(site.layout)[0].decode()
+    tls_endpoint.ensure(standing.layout, ["localhost"])
+    secret = private_parts(standing.layout)[0].decode()
     bad = [Item("leak.txt", "a mistake", lambda: f"x {secret} x"), Item("broken.txt", "a mistake", lambda: 1 / 0)]  # type: ignore[arg-type,return-value]
-    made = archive.make(site.layout, tmp_path / "s.tar.gz", extra=bad)
+    made = archive.make(standing.layout, tmp_path / "s.tar.gz", extra=bad)
     notes = {taken.name: taken.not_taken for taken in made.members}
     assert "private keys" in notes["leak.txt"]
     assert notes["broken.txt"] == "it failed: ZeroDivisionError"
     assert "leak.txt" not in unpacked(made.path)
 
 
-def test_parts_are_cut_to_their_size(
-    serving: tuple[Site, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_cut_to_their_size(standing: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from installer.support.items import Item
 
-    site, _ = serving
     monkeypatch.setattr(archive, "ITEM_BYTES", 10_000)
     monkeypatch.setattr(archive, "TOTAL_BYTES", 60_000)
     extra = [Item(f"big{n}.txt", "size", lambda: "line\n" * 10_000) for n in range(9)]
-    made = archive.make(site.layout, tmp_path / "s.tar.gz", extra=extra)
+    made = archive.make(standing.layout, tmp_path / "s.tar.gz", extra=extra)
     assert sum(taken.bytes for taken in made.members) <= 60_000
     assert all(taken.bytes <= 10_000 for taken in made.members)
     assert any(taken.cut for taken in made.members)

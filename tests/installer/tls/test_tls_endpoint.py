@@ -6,7 +6,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from installer_kit import Site, Witness
+from ports import free_port
 from tls_kit import Issuer, pem
 
 from installer.decide.install_options import InstallOptions, TlsChoice
@@ -76,9 +77,12 @@ class Endpoint:
         return usage.prompt_tokens_details.cached_tokens or 0
 
 
-@pytest.fixture
-def endpoint(site: Site, tiny_bundle: Path) -> Endpoint:
-    return Endpoint(site, tiny_bundle)
+@pytest.fixture(scope="module")
+def endpoint(tiny_bundle: Path, signer: KeyPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """One for all tests whose changes do not concern the others."""
+    site = Site(tmp_path_factory.mktemp("endpoint") / "prefix", free_port(), signer.public_path)
+    yield Endpoint(site, tiny_bundle)
+    stop(site.layout, service=site.service)
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion")
@@ -165,9 +169,8 @@ def test_a_key_may_go_to_a_file_that_only_its_owner_reads(endpoint: Endpoint, tm
     (["revoke", "sk-" + "a" * 43], "its id"),
     (["revoke", "nobody"], "atoll apikey list"),
 ])
-def test_what_apikey_refuses(site: Site, bundle: Callable[..., Path], arguments: list[str], words: str) -> None:
-    site.install(bundle())
-    command = [sys.executable, "-m", "appliance.cli", "apikey", *arguments, "--prefix", str(site.prefix)]
+def test_what_apikey_refuses(endpoint: Endpoint, arguments: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "appliance.cli", "apikey", *arguments, "--prefix", str(endpoint.site.prefix)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert words in done.stderr
@@ -190,8 +193,8 @@ def test_a_renewed_certificate_is_served_after_the_restart_that_status_asks_for(
     assert endpoint.chats(endpoint.key)
 
 
-def test_a_customers_certificate_is_served(endpoint: Endpoint, tmp_path: Path) -> None:
-    site = endpoint.site
+def test_a_customers_certificate_is_served(site: Site, tiny_bundle: Path, tmp_path: Path) -> None:
+    endpoint = Endpoint(site, tiny_bundle)
     issuer = Issuer("Corp Issuing CA", Issuer("Corp Root"))
     key, leaf = issuer.issue([socket.gethostname().lower(), "127.0.0.1"])
     (tmp_path / "c.pem").write_bytes(pem(leaf, *issuer.chain()))

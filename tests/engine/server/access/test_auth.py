@@ -1,9 +1,6 @@
 """API keys: who is admitted, when the file changes, and that every path but the probes is locked."""
 # ruff: noqa: E501 - tables are easier to check one row a line
 
-import hashlib
-import json
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +10,7 @@ import httpx
 import openai
 import pytest
 from gateways import RunningServer
+from key_file import KEY, entry, write
 
 from engine.errors import ConfigError
 from engine.server.access.auth import PUBLIC_PATHS, KeyFile, bearer_token
@@ -20,19 +18,6 @@ from engine.server.gateway.app import ROUTES
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel
-
-KEY = "sk-" + "a" * 43
-
-
-def entry(key: str, **fields: object) -> dict:
-    return {"id": key[-4:], "name": "team", "sha256": hashlib.sha256(key.encode()).hexdigest(), **fields}
-
-
-def write(path: Path, *entries: dict) -> None:
-    """As `atoll keys` does: a new file renamed over the old one."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps({"keys": list(entries)}))
-    os.replace(fresh, path)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from certificates import self_signed
-from test_auth import KEY, entry, write
+from key_file import KEY, entry, write
 
 HERE = Path(__file__).parent
 SHORT = {"header_seconds": 2.0, "handshake_seconds": 2.0, "idle_seconds": 2.0, "linger_seconds": 1.0,
