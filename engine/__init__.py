@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 # a core, each of the hundreds of barriers in a step then waits for a time slice; sleeping threads avoid that, and cost
 # nothing on an idle machine (docs/performance.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Read with the first tensor: large ones lie in huge pages, so that reading weights on a CPU misses fewer of the addresses
-# that the processor remembers (docs/performance.md).
+# Read with the first tensor: large ones lie in huge pages, so a CPU that reads weights looks up fewer addresses
+# (docs/performance.md).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # Also read when torch is first imported: cuBLASLt chooses faster kernels for steps of 64 to 192 sequences. torch's
 # function for this would print a warning on stderr.
