@@ -8,7 +8,7 @@ from answers import WEATHER, calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked_tokenizer import TEMPLATES, marked_tokenizer
-from test_chunking import VALUES
+from test_chunking import CHARACTERS, VALUES
 
 from engine.core.params import SamplingParams
 from engine.text.conversation import encode_chat
@@ -75,11 +75,11 @@ def test_the_prompt_says_whether_it_ends_inside_the_reasoning(family: str, think
 def test_what_the_template_writes_is_what_the_parser_reads(family: str, data: Any) -> None:
     text = st.text("aé한 \n<{\"'", min_size=0, max_size=10).map(str.strip)
     typed = {
-        "city": st.text(max_size=10)
+        "city": st.text(CHARACTERS, max_size=10)
         | st.sampled_from(["</parameter>x", "<|\"|>", "</tool_call>", "a, {b}: [c]", "\nx\n"]),
         "days": st.integers(), "share": st.floats(allow_nan=False, allow_infinity=False), "fine": st.booleans(),
         "opts": st.dictionaries(st.text("abc", min_size=1, max_size=3), VALUES, max_size=3),
-        "list": st.lists(st.text(max_size=4), max_size=3),
+        "list": st.lists(st.text(CHARACTERS, max_size=4), max_size=3),
     }  # fmt: skip
     calls = data.draw(st.lists(st.fixed_dictionaries({}, optional=typed), min_size=1, max_size=3))
     content, reasoning = data.draw(text) if family == "qwen3.6" else "", data.draw(text)
