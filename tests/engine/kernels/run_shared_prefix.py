@@ -57,7 +57,7 @@ def main():
 def tokens_of(core):
     tokens = [[] for _ in PROMPTS]
     requests = [
-        EngineRequest(str(i), prompt, SamplingParams(temperature=0, max_tokens=20 - i, ignore_eos=True, logprobs=0))
+        EngineRequest(str(i), prompt, SamplingParams(temperature=0, max_tokens=14 - i, ignore_eos=True, logprobs=0))
         for i, prompt in enumerate(PROMPTS)
     ]
     for request in requests[:-LATE]:
