@@ -97,8 +97,8 @@ class Reader:
         return self._turns or nullcontext()
 
     def buffer(self, chunk_size: int, left: int) -> memoryview:
-        """This thread's buffer for the next block of a chunk, of which `left` bytes are to come; valid until its next
-        call. It is only as large as what was read needed: clearing 64 MiB takes as long as hashing them."""
+        """This thread's buffer for the next block of a chunk that has `left` more bytes. The next call reuses it. It
+        grows only as far as it is needed: clearing 64 MiB takes as long as hashing them."""
         size = min(left, chunk_size if self._turns else min(_BLOCK, chunk_size))
         held: bytearray | None = getattr(self._local, "buffer", None)
         if held is None or len(held) < size:

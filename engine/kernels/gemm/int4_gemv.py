@@ -76,7 +76,7 @@ def _bias(bias_ptr, n, n_live):
 
 @triton.jit
 def _residual(residual_ptr, n, n_live, M, y_stride, ROWS: tl.constexpr):
-    """The residual stream, of which each program adds to its own part; empty without a pointer."""
+    """This program's part of the residual stream, to which it adds its result; empty without a pointer."""
     before = ()
     if residual_ptr is not None:
         for m in tl.static_range(ROWS):

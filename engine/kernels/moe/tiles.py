@@ -200,7 +200,7 @@ def max_blocks(pairs: int, num_experts: int, rows: int) -> int:
 
 def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     """Tiles by rule. Few rows are bound by memory: deep pipelines, two programs per multiprocessor. Many rows are bound
-    by arithmetic: large tiles, of which the last may lie partly beyond the weight's end."""
+    by arithmetic: large tiles. The last tile may reach beyond the weight's end."""
     inner, outputs = (shape.hidden, shape.inner) if gate else (shape.inner, shape.hidden)
     weights = 2 if gate else 1
     if shape.form != "rows":  # each step has a product of its own, in as many registers as the sums

@@ -130,7 +130,7 @@ class Kernel:
             try:
                 self._variants[key] = self._compile(job.types, constants, job.num_warps, job.num_stages)
             except Exception as error:  # of Triton, of its assembler or of the driver
-                log.warning("%s could not be loaded ahead: %s", self.name, error)
+                log.warning("%s was not loaded at the start (%s). Its first use tries again.", self.name, error)
 
     def _compile(self, types: tuple, constants: dict[str, Any], num_warps: int, num_stages: int) -> "_Variant":
         use_cache_dir()
