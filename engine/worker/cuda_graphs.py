@@ -3,9 +3,13 @@
 A graph has a fixed size; a step takes the next larger one and pads with row 0, the padding row. Sizes are recorded from
 the largest down into one memory pool, so that smaller graphs reuse the largest one's memory: they never run at the same
 time, and each result is consumed before the next replay.
+
+A step need not run before it is recorded: its kernels are loaded by then. But a library may load or allocate at a first
+call, which the driver does not allow while a graph is recorded. Then the step runs once and is recorded again.
 """
 
 import gc
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -15,10 +19,15 @@ from torch.cuda import graph_pool_handle
 
 from engine.worker.mixed_step import MixedShape, MixedStep
 
-_WARM_UP = 1  # runs before the capture: libraries load the kernels that they choose
+log = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
 Pool = Any  # a handle: memory that graphs share
+Recorded = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # and its hidden states
+
+# Graphs whose recording failed. From the first on, every step runs before it is recorded. They are kept because
+# PyTorch's allocators may still ask them whether an allocation is theirs.
+_failed: list[torch.cuda.CUDAGraph] = []
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -45,18 +54,33 @@ class Graphs(Generic[Key]):
         fill: Callable[[Key], None] | None = None,
     ) -> None:
         self.pool = graph_pool_handle() if pool is None else pool
-        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[Key, Recorded] = {}
         with torch.inference_mode(), _no_collection():
             for key in keys:
                 if fill is not None:
                     fill(key)
-                for _ in range(_WARM_UP):
-                    step(key)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
-                    hidden = step(key)
-                self._graphs[key] = graph, hidden
+                self._graphs[key] = self._record(step, key)
+
+    def _record(self, step: Callable[[Key], torch.Tensor], key: Key) -> Recorded:
+        # What steps of this kind create once and keep must neither come from the graphs' memory nor be initialised in
+        # a graph, which would do it at each replay: so the first step runs before.
+        if not self._graphs or _failed:
+            step(key)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            return graph, _record_into(graph, step, key, self.pool)
+        except RuntimeError as error:
+            had_run = bool(_failed)
+            _failed.append(graph)
+            torch.cuda.synchronize()
+            if _left_open(graph, self.pool):
+                self.pool = graph_pool_handle()
+            if had_run:
+                raise
+            why = str(error).partition("\n")[0]
+            log.info("A step could not be recorded before it ran; from now on each step runs first: %s", why)
+        gc.collect()  # what the failed step held
+        return self._record(step, key)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -102,6 +126,28 @@ class MixedGraphs(Graphs[MixedShape]):
     def shape_for(self, step: MixedStep) -> MixedShape | None:
         """The smallest that has room for the step, if there is one."""
         return step.shape(self.shapes)
+
+
+def _record_into(
+    graph: torch.cuda.CUDAGraph, step: Callable[[Key], torch.Tensor], key: Key, pool: Pool
+) -> torch.Tensor:
+    # The outer context restores the stream: the inner one does not if the recording fails.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
+        return step(key)
+
+
+def _left_open(graph: torch.cuda.CUDAGraph, pool: Pool) -> bool:
+    """Clean up after a failed recording. Returns whether PyTorch had left the pool open: it ends neither of its two
+    allocators' parts then, and only one can be ended from here, so nothing more can be recorded into this pool. Graphs
+    that were recorded into it before still work."""
+    graph.reset()
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # the step failed, but its recording was ended
+        return False
+    torch._C._cuda_releasePool(device, pool)  # a graph does this for the pool of a recording that succeeded
+    return True
 
 
 @contextmanager

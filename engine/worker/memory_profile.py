@@ -190,7 +190,7 @@ def _measure_graphs(
     decode_records = _records(decode, probes, device, in_use + mixed_records, reserved)
     of_shared = 0
     if shared:
-        graph = DecodeGraphs(runner._decode_shared, shared[-1:], mixed.pool)
+        graph = DecodeGraphs(runner._decode_shared, shared[-1:], decode.pool)
         of_shared = _GRANULE + _records(graph, graph.sizes, device, in_use + mixed_records + decode_records, reserved)
     pool = torch.cuda.memory_reserved(device) - reserved
     rows = sum(sizes) - sum(set(probes.values())) + sum(shared[:-1]) + sum(s.singles + s.tokens for s in shapes[:-1])

@@ -64,7 +64,7 @@ def test_a_few_graphs_tell_what_all_will_take(probe, monkeypatch):
             state.reserved += 100 * MIB
 
     class DecodeGraphs(Graphs):
-        record = 3 * MIB
+        record, pool = 3 * MIB, "shared"
 
         def __init__(self, decode, sizes, pool):
             assert pool == "shared"
