@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from engine.kernels.attention import kernel_reference as attention_reference
-from engine.kernels.gemm import packed_weight as packed_reference
 from engine.kernels.gemm import reference as gemm_reference
+from engine.kernels.gemm.packed import reference as packed_reference
 from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.tiles import VECTOR_TOKENS
 from engine.kernels.pointwise import reference as pointwise_reference
@@ -104,7 +104,8 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.attention import decode as attention_decode
     from engine.kernels.attention import heads as attention_heads
     from engine.kernels.attention import shared_prefix
-    from engine.kernels.gemm import group_scaled, int4_gemv, packed, small_batch
+    from engine.kernels.gemm import small_batch
+    from engine.kernels.gemm.packed import group_scaled, int4_gemv, matmul
     from engine.kernels.moe import experts as moe_experts
     from engine.kernels.pointwise import fused as pointwise_fused
     from engine.kernels.pointwise import inputs as pointwise_inputs
@@ -113,7 +114,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
 
     return Side(
         device, dtype, attention_chunks, attention_decode, shared_prefix, pointwise_fused, small_batch,
-        pointwise_inputs, pointwise_quantize, moe_experts, attention_heads, pointwise_norm, packed, int4_gemv,
+        pointwise_inputs, pointwise_quantize, moe_experts, attention_heads, pointwise_norm, matmul, int4_gemv,
         group_scaled, dry,
     )  # fmt: skip
 

@@ -1,11 +1,11 @@
-"""GEMMs with packed weights (kernels/gemm/packed_weight.py) against the same weights as plain numbers."""
+"""GEMMs with packed weights (kernels/gemm/packed/weight.py) against the same weights as plain numbers."""
 
 from functools import partial
 from typing import Any
 
 import torch
 
-from engine.kernels.gemm.packed_weight import Kind, Packed
+from engine.kernels.gemm.packed.weight import Kind, Packed
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.selftest.checks import Check, Side
 from engine.selftest.compare import Result, exact, numbers

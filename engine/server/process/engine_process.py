@@ -29,7 +29,7 @@ from engine.server.ipc import messages as m
 from engine.server.ipc.server import Connected, Connection, Disconnected, Incoming, IpcServer
 from engine.server.process.heartbeat import Heartbeat
 from engine.server.process.notify import Notifier
-from engine.worker.start_clock import StartClock
+from engine.worker.startup.start_clock import StartClock
 
 if TYPE_CHECKING:
     from engine.server.settings.options import EngineOptions
@@ -325,7 +325,7 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
     def build(progress: ProgressCallback) -> Core:
         progress("importing torch", 0, 0)
         clock = StartClock(started)
-        from engine.worker.build import build_engine
+        from engine.worker.startup.build import build_engine
 
         clock.lap("imports")
         return build_engine(options.engine, progress, clock)
@@ -356,7 +356,7 @@ def preload(config: EngineConfig) -> int:
 
     Returns 0, or the exit status if the start cannot succeed.
     """
-    from engine.worker.build import preload_worker
+    from engine.worker.startup.build import preload_worker
 
     try:
         preload_worker(config)

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.core.loop import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 VOCAB, MAX_LEN, TOKENS, SEEDS = 320, 192, 60, range(8)
 FAMILIES = ["llama", "gemma3", "gemma4_31b", "qwen3.5"]

@@ -16,7 +16,7 @@ from engine.layers.moe import ExpertLinear
 from engine.message import joined, msg
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
-from engine.worker.host import host_memory
+from engine.worker.startup.host import host_memory
 
 _DEFAULT_CPU_KV = 4 * GIB
 _HOST_RESERVE = GIB // 2    # left to the rest of the machine on CPU

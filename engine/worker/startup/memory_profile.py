@@ -22,9 +22,9 @@ from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.cuda_graphs import DecodeGraphs, Graphs, Key, MixedGraphs, graph_sizes
 from engine.worker.device_runner import DeviceRunner
-from engine.worker.memory import StepNeeds
-from engine.worker.start_clock import StartClock
-from engine.worker.warmup import compile_steps, needed_kernels
+from engine.worker.startup.memory import StepNeeds
+from engine.worker.startup.start_clock import StartClock
+from engine.worker.startup.warmup import compile_steps, needed_kernels
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
 _GRANULE = 2 << 20      # the driver's allocation unit: part of a measured need may fit into a unit allocated earlier

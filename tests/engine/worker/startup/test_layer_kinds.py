@@ -8,7 +8,7 @@ from engine.kernels.attention.reference import AttentionBatch
 from engine.layers.attention import Attention
 from engine.layers.context import ForwardContext, forward_context
 from engine.layers.linear import Linear
-from engine.worker.layer_kinds import one_of_each_kind
+from engine.worker.startup.layer_kinds import one_of_each_kind
 
 
 def parameter(content):

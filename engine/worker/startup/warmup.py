@@ -14,7 +14,8 @@ import torch
 from engine.core.batch import StepPlan
 from engine.kernels.attention import shared_prefix
 from engine.kernels.attention.decode import SMALL_BATCH, num_splits
-from engine.kernels.gemm import autotune, cublaslt, group_scaled
+from engine.kernels.gemm import autotune, cublaslt
+from engine.kernels.gemm.packed import group_scaled
 from engine.kernels.gemm.small_batch import PRODUCT_ROWS
 from engine.kernels.runtime.compile_ahead import compile_ahead
 from engine.kernels.runtime.launcher import Job, recording, target_of
@@ -25,7 +26,7 @@ from engine.layers.quant.packed_gpu import PackedParts
 from engine.models.base import CausalLM
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device_runner import DeviceRunner
-from engine.worker.layer_kinds import one_of_each_kind
+from engine.worker.startup.layer_kinds import one_of_each_kind
 
 log = logging.getLogger(__name__)
 

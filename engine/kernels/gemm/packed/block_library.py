@@ -11,7 +11,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.gemm.group_scaled import GroupScaled
+from engine.kernels.gemm.packed.group_scaled import GroupScaled
 
 GROUP = 128
 _ROW_MULTIPLE = 4  # of x; others are refused by the library

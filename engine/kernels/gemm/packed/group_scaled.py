@@ -1,7 +1,7 @@
 """GEMM of fp8 activations with a weight that has a scale for each group of columns: y [M, N] = x [M, K] W [N, K]ᵀ.
 
     weight   fp8    e4m3, as DeepSeek and Qwen publish it: a scale for each row and each GROUP columns
-             int4   two codes in a byte (packed_weight.py), without zero points
+             int4   two codes in a byte (weight.py), without zero points
     x        e4m3 with a scale for each row, as norms and gates write it (pointwise/quantize.py)
 
 The codes of int4 become e4m3 numbers without rounding: q - 8 lies between -8 and 7, and with this exponent e4m3 counts
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.packed_weight import Packed, pair_distance
+from engine.kernels.gemm.packed.weight import Packed, pair_distance
 from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, wait_for_previous
 
 MANY_ROWS = 256  # a number of rows that stands for those from 129 to 512

@@ -1,4 +1,4 @@
-"""GEMMs with a packed weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as packed_weight.py describes it.
+"""GEMMs with a packed weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as weight.py describes it.
 
     int4 and 16-bit x   one or two rows   int4_gemv.py: integers, four at a time
                         to MOST_ROWS      int4_gemm.py: tensor cores
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm import int4_gemm, int4_gemv
-from engine.kernels.gemm.packed_weight import MIDDLE, Packed, pair_distance
+from engine.kernels.gemm.packed import int4_gemm, int4_gemv
+from engine.kernels.gemm.packed.weight import MIDDLE, Packed, pair_distance
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 

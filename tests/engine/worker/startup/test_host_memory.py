@@ -10,7 +10,7 @@ import torch
 
 from engine.kernels.runtime import host_memory
 from engine.kernels.runtime.host_memory import HostMemoryError
-from engine.worker.host import host_memory as left
+from engine.worker.startup.host import host_memory as left
 
 GIB = 1 << 30
 

@@ -12,8 +12,8 @@ from engine.core.kv.spec import CacheSpec
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
 from engine.models.registry import model_class
-from engine.worker.build import _DEFAULT_BATCHED_TOKENS, DEFAULT_SEQS
-from engine.worker.memory import GpuMemory, StepNeeds, activation_bytes, gpu_budget, loaded_bytes
+from engine.worker.startup.memory import GpuMemory, StepNeeds, activation_bytes, gpu_budget, loaded_bytes
+from engine.worker.startup.resolve import DEFAULT_BATCHED_TOKENS, DEFAULT_SEQS
 
 CONFIGS = Path(engine.bench.__file__).parent / "configs"
 MIB = 1 << 20
@@ -26,7 +26,7 @@ A100, H100, H200, B200, PRO_6000 = 81920, 81559, 143771, 183359, 97887
 def default_tokens(total: int, config: ModelConfig, weights: int) -> int:
     """As in build_engine."""
     free = GpuMemory(torch.device("cuda"), total, 0).usable(0.9) - weights
-    most = _DEFAULT_BATCHED_TOKENS["cuda"]
+    most = DEFAULT_BATCHED_TOKENS["cuda"]
     return sensible_batched_tokens(most, total, free, lambda tokens: activation_bytes(config, BF16, tokens, 0))
 
 

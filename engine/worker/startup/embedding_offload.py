@@ -19,8 +19,8 @@ from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels.runtime.host_memory import HostMemoryError, lock
 from engine.message import msg
 from engine.models.base import CausalLM
-from engine.worker.host import host_memory
-from engine.worker.memory import host_bytes
+from engine.worker.startup.host import host_memory
+from engine.worker.startup.memory import host_bytes
 
 log = logging.getLogger(__name__)
 

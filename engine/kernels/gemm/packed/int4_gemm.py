@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.packed_weight import MIDDLE, Packed, pair_distance
+from engine.kernels.gemm.packed.weight import MIDDLE, Packed, pair_distance
 from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, wait_for_previous
 
 MOST_ROWS = 256

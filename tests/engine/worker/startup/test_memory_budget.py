@@ -11,7 +11,7 @@ from engine.errors import OutOfMemoryPlanError
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_randomly, quantize
 from engine.models.registry import model_class
-from engine.worker.memory import GpuMemory, StepNeeds, check_weights_fit, gpu_budget, loaded_bytes, weight_bytes
+from engine.worker.startup.memory import GpuMemory, StepNeeds, check_weights_fit, gpu_budget, loaded_bytes, weight_bytes
 
 DEVICE = torch.device("cuda", 0)
 

@@ -1,7 +1,7 @@
 """A start says in one line where its seconds went."""
 
-from engine.worker import start_clock
-from engine.worker.start_clock import StartClock
+from engine.worker.startup import start_clock
+from engine.worker.startup.start_clock import StartClock
 
 
 def test_phases_add_up_to_the_whole(monkeypatch):

@@ -3,16 +3,14 @@
     W[n, k] = (q[n, k] - zero[n, k / group]) * scale[n, k / group]
 
 On every device, the difference and the product are computed in float32 and rounded once, to the dtype of the
-activations. Every checkpoint format (engine/layers/quant/) is read into this one form, so that one kernel serves them
-all (packed.py).
+activations. Every checkpoint format (engine/layers/quant/) is read into this one form, so that the kernels beside this
+file serve them all.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-
-from engine.kernels.gemm import reference
 
 Kind = Literal["int4", "int8", "fp4", "fp8"]
 
@@ -146,42 +144,3 @@ def _spread(of_groups: torch.Tensor, group: int, inner: int) -> torch.Tensor:
     """[N, groups] -> float32 [N, K] or, with one group, [N, 1]."""
     wide = of_groups.float()
     return wide if of_groups.shape[1] == 1 else wide.repeat_interleave(group, 1)[:, :inner]
-
-
-# -- references of the kernels in packed.py, int4_gemv.py and group_scaled.py ------------------------------------------
-
-
-def matmul(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """packed.matmul."""
-    return small_batch_gemm(x, packed)
-
-
-def gemv(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None, **around: Any) -> torch.Tensor:
-    """int4_gemv.gemv."""
-    return reference.gemv(x, dequantize(replace(packed, columns=None), torch.float32), None, bias, **around)
-
-
-def small_batch_gemm(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """packed.small_batch_gemm."""
-    return (x.float() @ unpacked(packed, x.dtype).float().T).to(x.dtype)
-
-
-def unpacked(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """packed.unpacked."""
-    return dequantize(replace(packed, columns=None), dtype)
-
-
-def group_scaled(packed: Packed) -> Packed:
-    """group_scaled.group_scaled."""
-    return packed
-
-
-def gemm(x: torch.Tensor, x_scale: torch.Tensor, packed: Packed, *, dtype: torch.dtype) -> torch.Tensor:
-    """group_scaled.gemm."""
-    return ((x.float() @ dequantize(packed, torch.float32).T) * x_scale[:, None]).to(dtype)
-
-
-def as_e4m3(packed: Packed) -> torch.Tensor:
-    """group_scaled.as_e4m3."""
-    codes = unpack_pairs(packed.values, packed.group).float() - MIDDLE["int4"]
-    return (codes / 512).to(torch.float8_e4m3fn)

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.capabilities import (
-    INT8_KV,
-    MIN_COMPUTE_CAPABILITY,
     ONLINE_INTEGERS,
     check_capabilities,
     nvidia_driver_present,
@@ -19,17 +17,14 @@ from engine.capabilities import (
 )
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.planner import (
-    GIB,
     MemoryBudget,
     MemoryPlan,
     gib,
     plan_memory,
-    sensible_batched_tokens,
-    sensible_seqs,
 )
 from engine.core.kv.spec import CacheSpec
 from engine.core.loop import EngineCore
-from engine.errors import ConfigError, OutOfMemoryPlanError
+from engine.errors import OutOfMemoryPlanError
 from engine.kernels.gemm import cpu_format
 from engine.kernels.gemm.scaled import has_fp8_units
 from engine.kernels.runtime import compile_pool, origins, prebuilt, warm_cache_hint
@@ -48,8 +43,9 @@ from engine.models.loading.quantized import stays_fp8, use_stored_formats
 from engine.models.registry import model_class
 from engine.text.grammar.compiler import GrammarCompiler
 from engine.worker.cache import Cache, cache_spec
-from engine.worker.embedding_offload import keep_tables, lock_tables
-from engine.worker.memory import (
+from engine.worker.runner import Runner
+from engine.worker.startup.embedding_offload import keep_tables, lock_tables
+from engine.worker.startup.memory import (
     GpuMemory,
     activation_bytes,
     arithmetic_notes,
@@ -60,8 +56,17 @@ from engine.worker.memory import (
     outcome,
     weight_bytes,
 )
-from engine.worker.runner import Runner
-from engine.worker.start_clock import StartClock
+from engine.worker.startup.resolve import (
+    DEFAULT_BATCHED_TOKENS,
+    DEFAULT_MAX_ITL_MS,
+    DEFAULT_SEQS,
+    choose_device,
+    gpu_defaults,
+    resolve_dtype,
+    resolve_kv_dtype,
+    wanted_context,
+)
+from engine.worker.startup.start_clock import StartClock
 
 if TYPE_CHECKING:
     from engine.worker.device_runner import DeviceRunner  # imported where there is a GPU: CPU builds have no Triton
@@ -69,10 +74,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
-DEFAULT_SEQS = {"cpu": 256, "cuda": 1024}
-_DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-_DEFAULT_MAX_ITL_MS = {"cpu": 0, "cuda": 60}
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def build_engine(
@@ -115,7 +116,7 @@ def build_engine(
     page_size = config.block_size or DEFAULT_PAGE_SIZE[device.type]
     spec = cache_spec(model.cache_layers(), kv_dtype, page_size)
     default_seqs = DEFAULT_SEQS[device.type]
-    default_tokens = _DEFAULT_BATCHED_TOKENS[device.type]
+    default_tokens = DEFAULT_BATCHED_TOKENS[device.type]
     if gpu is not None:
         free = gpu.usable(config.gpu_memory_utilization) - weight_bytes(model)
         default_seqs, default_tokens = gpu_defaults(config, model_config, spec, dtype, gpu.total, free)
@@ -168,7 +169,7 @@ def build_engine(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         depth=depth,
-        max_itl=(_DEFAULT_MAX_ITL_MS[device.type] if config.max_itl_ms is None else config.max_itl_ms) / 1e3,
+        max_itl=(DEFAULT_MAX_ITL_MS[device.type] if config.max_itl_ms is None else config.max_itl_ms) / 1e3,
         grammars=_grammars(config, model_config),
         description=_describe(plan, model_config, dtype, compute, device),
     )
@@ -220,17 +221,6 @@ def _grammars(config: EngineConfig, model_config: ModelConfig) -> GrammarCompile
     return GrammarCompiler(config.model, model_config.vocab_size, model_config.eos_token_ids)
 
 
-def gpu_defaults(
-    config: EngineConfig, model_config: ModelConfig, spec: CacheSpec, dtype: torch.dtype, total: int, free: int
-) -> tuple[int, int]:
-    """The defaults of (sequences at a time, tokens per step) on a GPU of `total` bytes, of which the weights leave
-    `free`."""
-    tokens = sensible_batched_tokens(
-        _DEFAULT_BATCHED_TOKENS["cuda"], total, free, lambda n: activation_bytes(model_config, dtype, n, 0)
-    )
-    return sensible_seqs(spec, DEFAULT_SEQS["cuda"], min(free, config.kv_cache_memory_bytes or free)), tokens
-
-
 def preload_worker(config: EngineConfig) -> None:
     """The part of `build_engine` that needs no device: import every library, check the flags and the model's config.
 
@@ -244,7 +234,7 @@ def preload_worker(config: EngineConfig) -> None:
     resolve_dtype(config, model_config)
     wanted_context(config, model_config)
     if kind == "cuda":
-        from engine.worker import memory_profile  # noqa: F401
+        from engine.worker.startup import memory_profile  # noqa: F401
 
 
 def _measured_budget(
@@ -259,8 +249,8 @@ def _measured_budget(
     clock: StartClock,
 ) -> MemoryBudget:
     """The memory left on a GPU that holds the weights. Raises OutOfMemoryPlanError if not even one step fits."""
-    from engine.worker.memory_profile import measure_steps
-    from engine.worker.warmup import choose_matmuls
+    from engine.worker.startup.memory_profile import measure_steps
+    from engine.worker.startup.warmup import choose_matmuls
 
     weights = weight_bytes(model)
     clock.lap("imports")
@@ -321,71 +311,6 @@ def _deciding(config: EngineConfig, model_config: ModelConfig, gpu: GpuMemory) -
     """Key of the warm-cache hint: everything known before weights are loaded that decides which kernels a start
     needs."""
     return torch.cuda.get_device_name(gpu.device), repr(config), repr(model_config.raw)
-
-
-def choose_device(config: EngineConfig) -> torch.device:
-    """The device that was asked for; by default the GPU if there is one. A GPU that was asked for is never silently
-    replaced.
-
-    Raises ConfigError for a GPU that is missing, too old, or too full.
-    """
-    kind = resolve_device(config.device, torch.cuda.is_available())
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    version = ".".join(map(str, capability))
-    if capability < MIN_COMPUTE_CAPABILITY:
-        raise ConfigError(msg("{name} has compute capability {version}; at least 8.0 is needed.", name=name,
-                              version=version), "--device",
-                          msg("Use a newer GPU, or --device cpu."))
-    torch.cuda.empty_cache()  # left by an earlier engine in this process
-    free, total = torch.cuda.mem_get_info(device)
-    wanted = int(total * config.gpu_memory_utilization)
-    if free < wanted:
-        raise ConfigError(
-            msg("{name} has {free} GiB of {total} GiB free, but --gpu-memory-utilization "
-                "{gpu_memory_utilization} asks for {wanted} GiB.", name=name, free=f"{free / GIB:.1f}",
-                total=f"{total / GIB:.1f}", gpu_memory_utilization=config.gpu_memory_utilization,
-                wanted=f"{wanted / GIB:.1f}"), "--gpu-memory-utilization",
-            msg("Stop other programs that use the GPU (nvidia-smi lists them), or use at most {free}.",
-                free=int(free / total * 99) / 100),
-        )  # fmt: skip
-    return device
-
-
-def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
-    return _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
-
-
-def resolve_kv_dtype(config: EngineConfig, compute: torch.dtype) -> torch.dtype:
-    """The dtype of cached keys and values; `compute` is that of activations.
-
-    A CPU that computes in float32 also caches float32 if that fits. Otherwise it would have to widen every page that it
-    reads, in every layer and step.
-    """
-    if config.kv_cache_dtype in ("fp8", "fp8_e4m3"):
-        return torch.float8_e4m3fn
-    if config.kv_cache_dtype in INT8_KV:
-        return torch.int8
-    return compute if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
-
-
-def wanted_context(config: EngineConfig, model_config: ModelConfig) -> int | None:
-    """The context length to honour, or None to fit it to memory."""
-    wanted, limit = config.max_model_len, model_config.max_position_embeddings
-    if wanted is None or wanted == "auto":
-        return None
-    if wanted < 2:
-        raise ConfigError(msg("--max-model-len {wanted}: a request needs at least 2 tokens.", wanted=wanted),
-                          "--max-model-len")
-    if wanted > limit:
-        raise ConfigError(
-            msg("--max-model-len {wanted}: the model was trained for {limit} positions (max_position_embeddings).",
-                wanted=wanted, limit=limit),
-            "--max-model-len", msg("Use at most {limit}.", limit=limit),
-        )
-    return wanted
 
 
 def _describe(

@@ -14,7 +14,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture
 def probe():
     """Imported when a test runs, not when it is collected: the tests of the kernels set Triton's mode before that."""
-    return pytest.importorskip("engine.worker.memory_profile", reason="needs Triton")
+    return pytest.importorskip("engine.worker.startup.memory_profile", reason="needs Triton")
 
 
 @pytest.mark.parametrize(("tokens", "seqs", "limit"), [

@@ -1,4 +1,4 @@
-"""GEMMs of one or two rows with an int4 weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as packed_weight.py describes it, in
+"""GEMMs of one or two rows with an int4 weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as weight.py describes it, in
 integers (int4_fixed.py).
 
 As in small_batch.py, the operations around the GEMM are fused: a norm before it, a gate or the residual after it. Until
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.gemm.int4_fixed import (
+from engine.kernels.gemm.packed.int4_fixed import (
     CHUNK,
     WORDS_IN_CHUNK,
     chunk_sums,
@@ -26,7 +26,7 @@ from engine.kernels.gemm.int4_fixed import (
     of_chunks,
     sum_chunk,
 )
-from engine.kernels.gemm.packed_weight import MIDDLE, Packed, pair_distance
+from engine.kernels.gemm.packed.weight import MIDDLE, Packed, pair_distance
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, wait_for_previous
 

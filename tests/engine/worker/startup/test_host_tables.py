@@ -27,8 +27,8 @@ from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import fill_randomly, load_weights
 from engine.models.loading.reader import read_into
 from engine.models.registry import model_class
-from engine.worker import embedding_offload
-from engine.worker.memory import (
+from engine.worker.startup import embedding_offload
+from engine.worker.startup.memory import (
     GpuMemory,
     StepNeeds,
     check_weights_fit,
@@ -312,7 +312,7 @@ import sys, torch
 from pathlib import Path
 from engine.config import EngineConfig
 from engine.models.loading.loader import load_weights
-from engine.worker import embedding_offload
+from engine.worker.startup import embedding_offload
 sys.path.insert(0, sys.argv[1])
 from test_host_tables import empty_model
 
@@ -339,7 +339,7 @@ def test_loading_takes_the_table_and_little_more(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     del weights
     command = [sys.executable, "-c", _MEASURED, str(Path(__file__).parent), str(tmp_path)]
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
     assert done.returncode == 0, done.stderr
     assert size <= int(done.stdout) <= size + (96 << 20), "the table, and pages of libraries and of small tensors"
