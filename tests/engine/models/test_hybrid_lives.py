@@ -81,7 +81,7 @@ def live(model_dir: Path, seed: int) -> Counter[str]:
             core.add_request(waiting.pop(0))
         if rng.random() < 0.03 and core.scheduler.running:
             victim = rng.choice(core.scheduler.running)
-            seen["ends in flight"] += victim.last_step > core.scheduler._completed_step
+            seen["ends in flight"] += victim.last_step > core.scheduler.rows.completed_step
             core.abort([victim.request_id])
         for out in core.step():
             assert out.error is None, out.error
