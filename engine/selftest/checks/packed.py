@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels.gemm.packed.weight import Kind, Packed
 from engine.kernels.pointwise import reference as pointwise_reference
-from engine.selftest.checks import Check, Side
+from engine.selftest.checks.check import Check, Side
 from engine.selftest.compare import Result, exact, numbers
 
 

@@ -2,7 +2,7 @@
 
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime import host_memory
-from engine.selftest.checks import Check, Side
+from engine.selftest.checks.check import Check, Side
 from engine.selftest.compare import Result, exact
 
 

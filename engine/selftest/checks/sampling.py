@@ -17,7 +17,7 @@ import torch
 from engine.core.grammar import TokenMasks
 from engine.core.params import SamplingParams
 from engine.core.request import TokenLogprobs
-from engine.selftest.checks import Check, Side
+from engine.selftest.checks.check import Check, Side
 from engine.selftest.compare import Result, exact, numbers
 from engine.worker.sample import Sampler, prompt_logprobs
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs

@@ -12,7 +12,7 @@ _NAN = float("nan")
 
 
 class Numbers(Protocol):
-    """What a side of a comparison draws its numbers with (checks.Side)."""
+    """What a side of a comparison draws its numbers with (check.Side)."""
 
     device: torch.device
     dtype: torch.dtype

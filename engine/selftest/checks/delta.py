@@ -17,7 +17,7 @@ import torch
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.recurrent import reference as recurrent_reference
 from engine.kernels.recurrent.reference import RecurrentBatch
-from engine.selftest.checks import Check, Side
+from engine.selftest.checks.check import Check, Side
 from engine.selftest.compare import Result, exact, fp8_rows, numbers
 
 _KEY_HEADS, _VALUE_HEADS, _DIM, _WIDTH = 2, 4, 128, 4

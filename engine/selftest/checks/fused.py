@@ -15,7 +15,7 @@ import torch
 from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.moe import reference as moe_reference
 from engine.kernels.pointwise import reference as pointwise_reference
-from engine.selftest.checks import Check, Side
+from engine.selftest.checks.check import Check, Side
 from engine.selftest.compare import Result, numbers
 
 
