@@ -51,18 +51,9 @@ test-terminal: $(VENV)/.dev  ## The screens from an empty prefix to a signed pil
 test-compile: $(VENV)/.dev  ## Compile every GPU kernel for every supported GPU; a later run only what has changed
 	@$(BIN)/python -m pytest -m slow tests/engine/kernels/test_triton_compile.py
 
-# Kinds of CPUs, as variables that limit oneDNN, PyTorch's own kernels and FBGEMM: all that this machine has (make test
-# does without AMX), AVX-512 without bf16, AVX2, and the plainest kernels of PyTorch.
-CPUS := ONEDNN_MAX_CPU_ISA=DEFAULT \
-        ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI \
-        ONEDNN_MAX_CPU_ISA=AVX2,ATEN_CPU_CAPABILITY=avx2,FBGEMM_ENABLE_INSTRUCTIONS=AVX2 \
-        ATEN_CPU_CAPABILITY=default
-CPU_TESTS := tests/engine/layers/test_fp16_weight.py tests/engine/test_llm.py tests/engine/server/openai/test_openai_client.py
-
-test-cpus: $(VENV)/.dev  ## The tests of what a model answers, as weaker CPUs compute it
+test-cpus: $(VENV)/.dev  ## The tests of what a model answers, as weaker CPUs compute it; PYTEST=… for other tests
 	@$(BIN)/python -m appliance.demo.model >/dev/null
-	@status=0; for cpu in $(CPUS); do echo "As a CPU with $$cpu:"; \
-	env $$(echo $$cpu | tr , ' ') $(BIN)/python -m pytest $(or $(PYTEST),$(CPU_TESTS)) || status=1; done; exit $$status
+	@PYTEST="$(PYTEST)" $(BIN)/python tests/side_by_side.py cpus
 
 test-gpu:  ## On a machine with a CUDA GPU: its tests, then the benchmark (uses the system's python3)
 	@tests/gpu/run.sh

@@ -24,7 +24,7 @@ from engine.outputs import (
 from engine.text.conversation import encode_chat
 from engine.text.detok import Detokenizer
 from engine.text.tokenizer import TextTokenizer
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -27,9 +27,9 @@ from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
 from engine.models.loading.quantized import use_stored_formats
 from engine.models.registry import model_class
-from engine.worker.build import DEFAULT_SEQS, gpu_defaults, resolve_dtype, resolve_kv_dtype, wanted_context
 from engine.worker.cache import cache_spec
-from engine.worker.memory import host_bytes, loaded_bytes
+from engine.worker.startup.memory import host_bytes, loaded_bytes
+from engine.worker.startup.resolve import DEFAULT_SEQS, gpu_defaults, resolve_dtype, resolve_kv_dtype, wanted_context
 
 _RESERVED = 5 * GIB // 4  # for the CUDA context, kernels' code, library workspaces, graphs and buffers
 _SCORED_ROWS = 512        # logits that are copied to float32 at a time

@@ -1,11 +1,11 @@
 """Runs the tests as several processes side by side, so that both waiting and computing tests fill a small machine.
 
-    python tests/side_by_side.py [kernels|installations] [PROCESSES]
+    python tests/side_by_side.py [SUITE ...] [PROCESSES]
 
-Without a name these are the tests of `make test`. `kernels`: GPU kernels and the steps around them, in Triton's
-interpreter. `installations`: those that take whole installations through their lives.
-Three processes if nobody says otherwise, and two more for the parts that mostly wait. Each part is a pytest of its
-own, the longest first. A part that passes prints its last line, one that fails everything. Its CPU seconds include the
+The suites are those of the make targets; without a name it is `make test`. `.ci/run` names all of them: their parts
+then share one set of processes, and no core waits for the end of a suite. Three processes if nobody says otherwise, and
+two more for the parts that mostly wait. Each part is a process of its own and starts as soon as one is free, in the
+order of the suites. A part that passes prints its last line, one that fails everything. Its CPU seconds include the
 processes that it has waited for; services that outlived the command that started them are not counted.
 The exit status is 1 if any part failed.
 """
@@ -16,101 +16,139 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = "tests/engine/kernels"
-OF_TRITON = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob("test_triton_*.py"))
-SELFTEST = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob("test_selftest*.py"))
-
-KILLED_INSTALLS = [f"tests/installer/operate/test_{name}.py"
-                   for name in ("install_kill", "install_server_kill", "boot_recovery", "settings_trial")]  # fmt: skip
-PROCESSES = ["tests/engine/server/process", "tests/engine/server/cli"]
-CONNECTIONS = ["tests/engine/server/http"]
-SCREENS = [f"tests/tui/test_{name}.py" for name in ("screens", "snapshots", "trouble_screens")]
+WAITING_PROCESSES = 2
+# Triton's interpreter is one thread of Python. Steps of tiny models are too short to divide, and the threads of three
+# processes wait for one another. Engines with several threads run in the other parts, and in the suite of CPUs.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def without(paths: list[str]) -> list[str]:
+@dataclass(frozen=True)
+class Part:
+    """A process of a suite. `waits`: it takes several times more seconds than CPU seconds, so it starts at once and
+    takes no place from those that compute. `shown`: its output matters even if it passes."""
+
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    waits: bool = False
+    shown: bool = False
+
+
+def pytest(*arguments: str, schemathesis: bool = False) -> list[str]:
+    """Without the plugin that takes a second to import; only the server's tests use it."""
+    plugins = [] if schemathesis else ["-p", "no:schemathesis"]
+    return [sys.executable, "-m", "pytest", *plugins, *arguments]
+
+
+def without(paths: Iterable[str]) -> list[str]:
     return [f"--ignore={path}" for path in paths]
 
 
-# Parts whose fixtures are dear and shared (engines, bundles, installs) stay whole. A short part at the end lets both
-# cores end at about the same time.
-PARTS = {
-    "screens": SCREENS,
-    "terminal": ["tests/tui", *without(SCREENS)],
-    "connections": CONNECTIONS,
-    "checklist": ["tests/appliance/service"],
-    "installer": ["tests/installer", *without(KILLED_INSTALLS)],
-    "engine": ["tests/engine", *without([f"tests/engine/{name}" for name in
-               ("kernels", "models", "server", "test_oracle.py")])],
-    "processes": PROCESSES,
-    "bundles": ["tests/offline_bundle"],
-    "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
-    "killed installs": KILLED_INSTALLS,
-    "server": ["tests/engine/server", *without([*PROCESSES, *CONNECTIONS])],
-    "appliance": ["tests/appliance", "--ignore=tests/appliance/service", "tests/test_imports.py"],
-    "fuzzers": ["tests/fuzz"],
-}  # fmt: skip
-KERNELS_PARTS = {
-    "kernels' other tests": [KERNELS, *without([*OF_TRITON, *SELFTEST])],
-    "kernels in Triton's interpreter": OF_TRITON,
-    "kernels' self-test": SELFTEST,
-}  # fmt: skip
+def files(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+
+
+KERNELS = "tests/engine/kernels"
+OF_TRITON = files(f"{KERNELS}/test_triton_*.py")
+SELFTEST = files(f"{KERNELS}/test_selftest*.py")
+KILLED_INSTALLS = [f"tests/installer/operate/test_{name}.py"
+                   for name in ("install_kill", "install_server_kill", "boot_recovery", "settings_trial")]  # fmt: skip
+PROCESSES = ["tests/engine/server/process", "tests/engine/server/cli"]
+CONNECTIONS = "tests/engine/server/http"
+SCREENS = [f"tests/tui/test_{name}.py" for name in ("screens", "snapshots", "trouble_screens")]
+NOT_ENGINE = [f"tests/engine/{name}" for name in ("kernels", "models", "server", "test_oracle.py")]
 TUNING = "tests/appliance/service/test_tune_real.py"
 KILLED = f"{TUNING}::test_killed_at_every_recorded_point_it_goes_on_and_the_service_stays"
+VERIFIED = ["tests/appliance/service/test_checklist_real.py", "tests/appliance/service/verification"]
+
+# Parts whose fixtures are dear and shared (engines, bundles, installs) stay whole. The longest come first, and a short
+# part at the end lets all processes end at about the same time.
+TESTS = {
+    "screens": Part(pytest(*SCREENS), ONE_THREAD, waits=True),
+    "terminal": Part(pytest("tests/tui", *without(SCREENS)), ONE_THREAD, waits=True),
+    "connections": Part(pytest(CONNECTIONS), ONE_THREAD, waits=True),
+    "checklist": Part(pytest("tests/appliance/service")),
+    "installer": Part(pytest("tests/installer", *without(KILLED_INSTALLS))),
+    "engine": Part(pytest("tests/engine", *without(NOT_ENGINE))),
+    "processes": Part(pytest(*PROCESSES), ONE_THREAD),
+    "bundles": Part(pytest("tests/offline_bundle")),
+    "models": Part(pytest("tests/engine/models", "tests/engine/test_oracle.py"), ONE_THREAD),
+    "killed installs": Part(pytest(*KILLED_INSTALLS)),
+    "server": Part(pytest("tests/engine/server", *without([*PROCESSES, CONNECTIONS]), schemathesis=True), ONE_THREAD),
+    "appliance": Part(pytest("tests/appliance", "--ignore=tests/appliance/service", "tests/test_imports.py")),
+    "fuzzers": Part(pytest("tests/fuzz")),
+}
+# GPU kernels and the steps around them, in Triton's interpreter.
+OF_KERNELS = {
+    "kernels' other tests": Part(pytest(KERNELS, *without([*OF_TRITON, *SELFTEST])), ONE_THREAD),
+    "kernels in Triton's interpreter": Part(pytest(*OF_TRITON), ONE_THREAD),
+    "kernels' self-test": Part(pytest(*SELFTEST), ONE_THREAD),
+}
 # Real installations, tuned, verified, piloted, and killed in between.
 INSTALLATIONS = {
-    "tuning, killed": [KILLED],
-    "tuning": [TUNING, f"--deselect={KILLED}"],
-    "terminal": ["tests/tui/test_wizard_real.py"],
-    "checklist": ["tests/appliance/service/test_checklist_real.py", "tests/appliance/service/verification"],
+    "installations, killed while tuning": Part(pytest("-m", "slow", KILLED)),
+    "installations, tuned": Part(pytest("-m", "slow", TUNING, f"--deselect={KILLED}")),
+    "installations, in a terminal": Part(pytest("-m", "slow", "tests/tui/test_wizard_real.py")),
+    "installations, verified and piloted": Part(pytest("-m", "slow", *VERIFIED)),
 }
-# Several times more seconds than CPU seconds: they start at once, and take no place from those that compute.
-WAITING = {"screens", "terminal", "connections"}
-WAITING_PROCESSES = 2
-# Its plugin takes a second to import; only the server's tests use it.
-NO_SCHEMATHESIS = ["-p", "no:schemathesis"]
-# Triton's interpreter is one thread of Python. Steps of tiny models are too short to divide, and the threads of three
-# processes wait for one another. Engines with several threads run in the other parts, and in `make test-cpus`.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-WITH_ONE_THREAD = {*KERNELS_PARTS, "models", "server", "processes", "connections", "screens", "terminal"}
+COMPILED = {"kernels, compiled": Part(pytest("-m", "slow", f"{KERNELS}/test_triton_compile.py"))}
+# What a model answers, as kinds of CPUs compute it. Variables limit oneDNN, PyTorch's own kernels and FBGEMM.
+ANSWERS = os.environ.get("PYTEST", "").split() or [
+    f"tests/engine/{name}.py" for name in ("layers/test_fp16_weight", "test_llm", "server/openai/test_openai_client")
+]
+CPUS = {
+    "as all that this CPU has": {"ONEDNN_MAX_CPU_ISA": "DEFAULT"},  # `make test` does without AMX
+    "as a CPU without bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "as a CPU with AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2",
+                           "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"},
+    "by PyTorch's plainest kernels": {"ATEN_CPU_CAPABILITY": "default"},
+}  # fmt: skip
+# Of `make test-appliance` the part for which there is time: one distribution, and no kills.
+MACHINES = ["tests/boot", "--ignore=tests/boot/test_boot_kill.py"]
+SUITES: dict[str, dict[str, Part]] = {
+    "lint": {"lint": Part(["make", "lint"])},
+    "tests": TESTS,
+    "installations": INSTALLATIONS,
+    "machines": {"machines that boot": Part(
+        pytest("-m", "boot", "-rs", "-v", "--timeout=2400", *MACHINES), {"ATOLL_BOOT_SUITES": "bookworm"},
+        waits=True, shown=True,
+    )},
+    "compile": COMPILED,
+    "kernels": OF_KERNELS,
+    "cpus": {name: Part(pytest(*ANSWERS), variables) for name, variables in CPUS.items()},
+}  # fmt: skip
 
 
-def main() -> int:
-    asked = sys.argv[1:]
-    parts, slow = PARTS, []
-    if asked[:1] == ["kernels"]:
-        asked, parts = asked[1:], KERNELS_PARTS
-    elif asked[:1] == ["installations"]:
-        asked, parts, slow = asked[1:], INSTALLATIONS, ["-m", "slow"]
-    processes = int(asked[0]) if asked else 3
-    # Services write no bytecode, and would compile their code at each start.
-    for room in ("appliance", "engine", "installer", "offline_bundle", "tui"):
-        compileall.compile_dir(ROOT / room, quiet=2, workers=processes)
-    running: set[subprocess.Popen] = set()
-    lock, stopped, began = threading.Lock(), threading.Event(), time.monotonic()
+class Run:
+    """The processes of one call."""
 
-    def run(name: str) -> bool:
-        environment = os.environ | (ONE_THREAD if parts is not INSTALLATIONS and name in WITH_ONE_THREAD else {})
-        plugins = [] if name == "server" else NO_SCHEMATHESIS
-        command = [sys.executable, "-m", "pytest", *plugins, *slow, *parts[name]]
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen] = set()
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+
+    def part(self, name: str, part: Part) -> bool:
+        """Whether it passed."""
         start = time.monotonic()
-        with lock:
-            if stopped.is_set():
+        with self._lock:
+            if self._stopped.is_set():
                 return False
             process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            running.add(process)
+                part.command, cwd=ROOT, env=os.environ | part.environment, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+            self._running.add(process)
         assert process.stdout is not None
         with process.stdout:
             output = process.stdout.read()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a child that can be terminated
-        with lock:
-            running.discard(process)
-            if stopped.is_set():
+        with self._lock:
+            self._running.discard(process)
+            if self._stopped.is_set():
                 return False
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -118,25 +156,43 @@ def main() -> int:
             lines = output.strip().splitlines() or [""]
             cpu = used.ru_utime + used.ru_stime
             print(f"{name}: {time.monotonic() - start:.0f} s, {cpu:.0f} s CPU", flush=True)
-            print("\n".join(lines[-1:] if passed else lines), flush=True)
+            print("\n".join(lines[-1:] if passed and not part.shown else lines), flush=True)
         return passed
 
-    waiting = WAITING if parts is PARTS else set()
-    computing, beside = ThreadPoolExecutor(processes), ThreadPoolExecutor(WAITING_PROCESSES)
-    begun = {name: (beside if name in waiting else computing).submit(run, name) for name in parts}
-    try:
-        results = {name: part.result() for name, part in begun.items()}
-    except KeyboardInterrupt:
-        stopped.set()
-        with lock:
-            for process in running:
+    def stop(self) -> None:
+        self._stopped.set()
+        with self._lock:
+            for process in self._running:
                 process.terminate()  # fixtures end what they started
-        for pool in (computing, beside):
+
+
+def main() -> int:
+    asked = sys.argv[1:]
+    processes = int(asked.pop()) if asked and asked[-1].isdecimal() else 3
+    suites = asked or ["tests"]
+    if unknown := [suite for suite in suites if suite not in SUITES]:
+        sys.exit(f"There is no suite {', '.join(unknown)}. There are: {', '.join(SUITES)}.")
+    # Services write no bytecode, and would compile their code at each start.
+    for room in ("appliance", "engine", "installer", "offline_bundle", "tui"):
+        compileall.compile_dir(ROOT / room, quiet=2, workers=processes)
+    began, run = time.monotonic(), Run()
+    computing, waiting = ThreadPoolExecutor(processes), ThreadPoolExecutor(WAITING_PROCESSES)
+    begun = {(suite, name): (waiting if part.waits else computing).submit(run.part, name, part)
+             for suite in suites for name, part in SUITES[suite].items()}  # fmt: skip
+    try:
+        results = {key: part.result() for key, part in begun.items()}
+    except KeyboardInterrupt:
+        run.stop()
+        for pool in (computing, waiting):
             pool.shutdown(cancel_futures=True)
         return 130
-    failed = [name for name, passed in results.items() if not passed]
-    print(f"{len(parts) - len(failed)} of {len(parts)} parts passed in {time.monotonic() - began:.0f} s"
+    failed = [name for (_, name), passed in results.items() if not passed]
+    print(f"{len(begun) - len(failed)} of {len(begun)} parts passed in {time.monotonic() - began:.0f} s"
           + "".join(f"\nFAILED: {name}" for name in failed))  # fmt: skip
+    if len(suites) > 1:
+        for suite in suites:
+            passed = all(passed for (each, _), passed in results.items() if each == suite)
+            print(f"{suite}: {'passed' if passed else 'FAILED'}")
     return 1 if failed else 0
 
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from installer.operate.install import Installer, key_was_shown
 from installer.operate.lifecycle import stop
 from installer.preflight import PreflightContext, gpu_problems
 from installer.preflight.model_needs import of_manifests
+from installer.preflight.network import is_free
 from installer.release import config
 from installer.release.replay_guard import last_sequence
 from installer.service.prefix import PrefixService
@@ -203,15 +203,8 @@ def _choose_port(demo: Demo) -> int:
         wanted = config.endpoint(config.read_text(demo.layout.config), demo.layout.config).port
     if PrefixService(demo.layout).state().up:
         return wanted  # our own service listens there
-    for port in (wanted, *range(FIRST_PORT, FIRST_PORT + 100)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    return wanted  # the installer's preflight says what is wrong
+    candidates = (wanted, *range(FIRST_PORT, FIRST_PORT + 100))
+    return next((port for port in candidates if is_free("127.0.0.1", port)), wanted)  # preflight says what is wrong
 
 
 def _keep_key(demo: Demo, fresh: str | None) -> str:

@@ -106,6 +106,13 @@ class Sequence:
         end = len(self.token_ids) + self.num_placeholders
         return 0 if end >= self.max_len and self.num_placeholders else end - self.num_computed_tokens
 
+    def next_chunk(self, budget: int) -> int:
+        """How many of those a step may compute: at most `budget`, and up to the next checkpoint of its state."""
+        num_tokens = min(self.num_tokens_to_compute, budget)
+        if num_tokens > 1 and self.checkpoints:
+            num_tokens = min(num_tokens, self.checkpoints[0] - self.num_computed_tokens)
+        return num_tokens
+
     @property
     def order(self) -> tuple[int, float, int]:
         """Sort key of the priority policy: the order of service, and reversed the order of preemption."""

@@ -9,7 +9,9 @@ Preempted sequences go before all others of their priority.
 import heapq
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from engine.core.kv.manager import KVManager
 from engine.core.sequence import Sequence, Status
 
 _USUAL_ANSWER = 256      # tokens charged for an answer unless fewer are allowed: its length is not known beforehand
@@ -109,3 +111,21 @@ class WaitingQueue:
         self._turns = {line: turn for line, turn in self._turns.items() if line in self._lines}
         waiting = {priority for priority, _ in self._lines}
         self._served = {priority: turn for priority, turn in self._served.items() if priority in waiting}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Why the first waiting sequence was not admitted. It holds no pages, so admitting it takes a new search for its
+    prefix: not in every step, but when this may have changed."""
+
+    seq: Sequence
+    length: int        # known tokens
+    num_tokens: int    # how many of these are not cached
+    lacking: int       # at least this many pages must become available first (0: pages are not the reason)
+    promised: int      # pages that running prompts still needed
+    num_released: int  # the arena's counter at that time
+
+    def still_lacks_pages(self, kv: KVManager, promised: int) -> bool:
+        """Whether it certainly does not fit. `promised`: pages that running prompts still need now."""
+        gained = kv.arena.num_released - self.num_released + max(0, self.promised - promised)
+        return gained < self.lacking

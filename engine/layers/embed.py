@@ -22,7 +22,7 @@ class Embedding(nn.Module):
         self.scale = torch.tensor(scale, dtype=self.weight.dtype, device="cpu").item()
 
     def keep_on_host(self) -> None:
-        """Before loading: put the weight into host memory, which worker/embedding_offload.py locks later.
+        """Before loading: put the weight into host memory, which worker/startup/embedding_offload.py locks later.
 
         Raises HostMemoryError."""
         self.weight = nn.Parameter(host_memory.empty(self.weight.shape, self.weight.dtype), requires_grad=False)

@@ -63,7 +63,7 @@ class CausalLM(nn.Module, ABC):
 
     def lookup_tables(self) -> list[Embedding]:
         """Large tables of which a step reads one row per token, after its first layer has run. They may stay in host
-        memory (worker/embedding_offload.py)."""
+        memory (worker/startup/embedding_offload.py)."""
         return []
 
     def set_state_dtype(self, wanted: str, device: str) -> None:

@@ -12,10 +12,11 @@ from engine.layers.quant.packed_gpu import keep_int4_copies
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_with_nothing
 from engine.prebuild.without_gpu import GPU, without_gpu
-from engine.worker.build import empty_model, gpu_defaults, resolve_dtype, resolve_kv_dtype
 from engine.worker.cache import cache_spec
-from engine.worker.memory import loaded_bytes
-from engine.worker.memory_profile import kernels_of_a_start
+from engine.worker.startup.build import empty_model
+from engine.worker.startup.memory import loaded_bytes
+from engine.worker.startup.memory_profile import kernels_of_a_start
+from engine.worker.startup.resolve import gpu_defaults, resolve_dtype, resolve_kv_dtype
 
 
 def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:

@@ -14,7 +14,8 @@ import triton
 
 from engine.kernels.runtime import compile_pool, prebuilt
 from engine.kernels.runtime.compile_ahead import job_of, longest_first
-from engine.kernels.runtime.launcher import KernelError, MachineCode, machine_code, variant_key
+from engine.kernels.runtime.driver import KernelError
+from engine.kernels.runtime.launcher import MachineCode, machine_code, variant_key
 
 Progress = Callable[[int, int], None]
 

@@ -8,9 +8,7 @@
     jobs        the kernels that will be needed, listed for known GPUs, so that compilers can start at once
     nvml        which GPU is here, asked of the driver before PyTorch is loaded
     early       opens the GPU while modules load
-    checks      what is computed, with the kernels and with their references      (sampling: against the CPU's sampler;
-                delta: recurrent layers; packed: packed weights; fused: kernels that do several things for a few tokens;
-                host: tables in host memory)
+    checks/     what is computed, once with the kernels and once with their references; a subject a file
     compare     how far two results may differ
     machine     driver, GPU, memory, measured rates
     report      the lines, and the texts for each kind of failure

@@ -98,7 +98,7 @@ def _needed(capability: tuple[int, int]) -> set:
     import torch
 
     from engine.kernels.runtime.launcher import Target, recording
-    from engine.selftest.checks import kernel_side
+    from engine.selftest.checks.check import kernel_side
     from engine.selftest.run import EVERY
 
     with recording(Target(capability, *GPUS[capability])) as jobs:

@@ -15,8 +15,9 @@ import torch
 
 from engine.kernels.runtime import compile_pool, warm_cache_hint
 from engine.message import msg
-from engine.selftest import checks, delta, early, fused, host, packed, sampling
-from engine.selftest.checks import Check, Side, kernel_side
+from engine.selftest import early
+from engine.selftest.checks import attention, delta, experts, fused, gemm, host, packed, pointwise, sampling
+from engine.selftest.checks.check import Check, Side, kernel_side
 from engine.selftest.compare import Difference, Result, difference
 from engine.selftest.machine import examine, measure
 from engine.selftest.report import Fault, Tally
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from engine.kernels.runtime.compile_ahead import Work  # imported where there is a GPU: CPU builds have no Triton
 
 # Checks whose kernels take longest to compile come last: those kernels are compiled first and run last.
-EVERY = [*fused.CHECKS, *host.CHECKS, *checks.CHECKS, *packed.CHECKS, *sampling.CHECKS, *delta.CHECKS]
+EVERY = [
+    *fused.CHECKS, *host.CHECKS, *gemm.CHECKS, *experts.CHECKS, *pointwise.CHECKS, *attention.CHECKS, *packed.CHECKS,
+    *sampling.CHECKS, *delta.CHECKS,
+]  # fmt: skip
 _REASON = 400  # characters of an error that are shown
 
 

@@ -44,6 +44,15 @@ def _bind(address: str, port: int) -> None:
             probe.listen(1)
 
 
+def is_free(address: str, port: int) -> bool:
+    """Whether a program could listen there now."""
+    try:
+        _bind(address, port)
+    except OSError:
+        return False
+    return True
+
+
 @check(
     18, "port", t("Port"),
     required=t("free"), why=t("The endpoint listens on it."),

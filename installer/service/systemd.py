@@ -17,10 +17,8 @@ from installer.service import model_reload, units
 from installer.service.log_file import error_id
 from installer.service.manager import ServiceState, Switched, stop_and_start
 from installer.service.systemctl import Runner, journal, parse_show, run
+from installer.service.unit_properties import PROPERTIES, UP, is_queued, service_state
 
-_PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "MainPID", "NRestarts", "ExecMainCode", "ExecMainStatus",
-               "Result", "StateChangeTimestamp", "Job", "ControlGroup", "StatusText", "CanReload",
-               "InvocationID")  # fmt: skip
 _START_SECONDS = 30.0    # for systemd to accept the jobs; loading goes on after that
 _STOP_SECONDS = 180.0    # above TimeoutStopSec= of all units, one after another
 _RELOAD_SECONDS = 60.0
@@ -30,8 +28,6 @@ _POLL_SECONDS = 0.05
 # The engines' slice, its parent, and the slice of releases before atoll-engines.slice. systemd creates the last two by
 # itself, and keeps all three when they are empty.
 _SLICES = (units.ENGINES, "atoll.slice", r"system-atoll\x2dengine.slice")
-_UP = ("active", "activating", "reloading")
-_KILLED = 2              # ExecMainCode: ended by a signal (CLD_KILLED)
 
 
 class SystemdService:
@@ -124,7 +120,7 @@ class SystemdService:
         else:
             wanted = [units.GATEWAY if name == "gateway" else units.engine_unit(name) for name in sorted(names)]
         wanted = self._loaded(*wanted)
-        ran = any(facts["ActiveState"] in _UP for facts in self._show(wanted).values())
+        ran = any(facts["ActiveState"] in UP for facts in self._show(wanted).values())
         if wanted:
             self._systemctl(["stop", *wanted], t("stop the services"), *wanted, timeout=_STOP_SECONDS)
         return ran
@@ -162,12 +158,12 @@ class SystemdService:
 
     def reload_keys(self) -> None:
         """API keys, the certificate or its key have changed: the gateway uses them when this returns."""
-        if self.booted and self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] in _UP:
+        if self.booted and self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] in UP:
             self._systemctl(["reload", units.GATEWAY], t("have the gateway read the changed keys"), units.GATEWAY,
                             timeout=_RELOAD_SECONDS)  # fmt: skip
 
     def reload_models(self, drain: float) -> bool:
-        if not self.booted or self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] not in _UP:
+        if not self.booted or self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] not in UP:
             return False
         return model_reload.reload_models(self.layout, drain)
 
@@ -175,7 +171,7 @@ class SystemdService:
         """All parts as one: the worst phase, the restarts of all, the exit status of what failed."""
         parts = self.instance_states()
         if self._installed(units.GPU_READY):  # without it no engine starts, and none would say why
-            parts["gpu-ready"] = _state(self._show([units.GPU_READY])[units.GPU_READY], None)
+            parts["gpu-ready"] = service_state(self._show([units.GPU_READY])[units.GPU_READY], None)
         phases = [part.phase for part in parts.values()]
         for phase in ("failed", "restarting", "running"):
             if phase in phases:
@@ -196,14 +192,15 @@ class SystemdService:
         """Each engine by its model's name, and "gateway"."""
         names = {"gateway": units.GATEWAY, **{model: units.engine_unit(model) for model in self.models()}}
         shown = self._show(names.values())
-        return {name: _state(shown[unit], self._release()) for name, unit in names.items()}
+        return {name: service_state(shown[unit], self._release()) for name, unit in names.items()}
 
     def serving(self) -> dict[str, str]:
         """The identifier is the start of the unit plus its main process: a reload passes the same start on to another
         process."""
         names = {units.GATEWAY: "gateway", **{units.engine_unit(model): model for model in self.models()}}
+        shown = self._show(names).items()
         return {names[unit]: f"{facts['InvocationID']}/{facts['MainPID']}"
-                for unit, facts in self._show(names).items() if facts["ActiveState"] == "active" and not _queued(facts)}
+                for unit, facts in shown if facts["ActiveState"] == "active" and not is_queued(facts)}
 
     def is_ready(self, name: str) -> bool:
         """An engine that has produced a token, or a gateway whose port answers: their units report it themselves."""
@@ -278,7 +275,7 @@ class SystemdService:
                 if facts["MainPID"] != old[unit] or facts["ActiveState"] not in ("active", "reloading"):
                     pending.discard(unit)
                     silent_from = silent_from or last
-                elif facts["ActiveState"] == "active" and not _queued(facts):
+                elif facts["ActiveState"] == "active" and not is_queued(facts):
                     raise self._not_prepared(unit, pending)
             if pending and now > end:
                 raise self._not_prepared(min(pending), pending)
@@ -301,7 +298,7 @@ class SystemdService:
         # --kill-whom= exists since systemd 252, which accepts the older spelling too.
         self._run(["systemctl", "kill", "--kill-who=control", "--signal=KILL", *sorted(names)], 30.0)
         end = time.monotonic() + _RECALL_SECONDS
-        while any(facts["ActiveState"] == "reloading" or _queued(facts) for facts in self._show(names).values()):
+        while any(facts["ActiveState"] == "reloading" or is_queued(facts) for facts in self._show(names).values()):
             if time.monotonic() > end:
                 break  # then it is not counted as serving, and is stopped
             time.sleep(_POLL_SECONDS)
@@ -334,14 +331,14 @@ class SystemdService:
         """Those that systemd has a file for or that still run: stopping any other would be an error."""
         shown = self._show(names)
         return [name for name in names
-                if shown[name]["LoadState"] == "loaded" or shown[name]["ActiveState"] in _UP]
+                if shown[name]["LoadState"] == "loaded" or shown[name]["ActiveState"] in UP]
 
     def _show(self, names: Collection[str]) -> Mapping[str, dict[str, str]]:
         """Properties of each unit; units that systemd does not know count as inactive."""
-        unknown = {**dict.fromkeys(_PROPERTIES, ""), "ActiveState": "inactive", "MainPID": "0", "NRestarts": "0"}
+        unknown = {**dict.fromkeys(PROPERTIES, ""), "ActiveState": "inactive", "MainPID": "0", "NRestarts": "0"}
         if not names or not self.booted:
             return {name: {**unknown, "Id": name} for name in names}
-        done = self._run(["systemctl", "show", "--timestamp=unix", f"--property={','.join(_PROPERTIES)}", *names], 30.0)
+        done = self._run(["systemctl", "show", "--timestamp=unix", f"--property={','.join(PROPERTIES)}", *names], 30.0)
         shown = parse_show(done.out)
         return {name: {**unknown, **shown.get(name, {})} for name in names}
 
@@ -366,38 +363,6 @@ class SystemdService:
             log_tail=lines,
             error_id=error_id(lines),
         )
-
-
-def _state(facts: Mapping[str, str], release: str | None) -> ServiceState:
-    active, sub = facts["ActiveState"], facts["SubState"]
-    if active == "failed":
-        phase = "failed"
-    elif sub == "auto-restart":
-        phase = "restarting"
-    elif active in _UP or (active == "inactive" and _queued(facts)):
-        phase = "running"
-    else:
-        phase = "stopped"
-    status = int(facts["ExecMainStatus"] or 0)
-    ended = facts["ExecMainCode"] not in ("", "0")
-    return ServiceState(
-        phase=phase,
-        pid=int(facts["MainPID"] or 0) or None,
-        release=release if phase in ("running", "restarting") else None,
-        since=_seconds(facts["StateChangeTimestamp"]),
-        restarts=int(facts["NRestarts"] or 0),
-        last_exit=(-status if facts["ExecMainCode"] == str(_KILLED) else status) if ended else None,
-    )
-
-
-def _queued(facts: Mapping[str, str]) -> bool:
-    """Whether systemd has a job queued for the unit."""
-    return facts["Job"] not in ("", "0")
-
-
-def _seconds(stamp: str) -> float | None:
-    """Unix seconds of systemd's "@1700000000"; None for anything else."""
-    return float(stamp[1:]) if stamp[:1] == "@" and stamp[1:].isdigit() and stamp != "@0" else None
 
 
 def _processes(group: str) -> set[int]:

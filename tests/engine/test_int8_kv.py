@@ -94,7 +94,7 @@ def test_twice_as_many_tokens_fit_into_the_same_memory(smollm2_dir, name):
 
 
 def engine_of(model, memory, **config):
-    from engine.worker.build import build_engine
+    from engine.worker.startup.build import build_engine
 
     return build_engine(EngineConfig(model, device="cpu", max_model_len=256, kv_cache_memory_bytes=memory, **config))
 

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.core.kv.spec import pages_for
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 WINDOW, PAGE = 24, 8
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.25,

@@ -12,7 +12,7 @@ from tiny_llama import TINY_LLAMAS
 from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 VOCAB = 320
 MAX_LEN = 192

@@ -16,8 +16,8 @@ from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
 from engine.models.registry import model_class
 from engine.plan import PlannedGpu, bytes_per_token, plan_engine, weight_bytes
-from engine.worker.build import build_engine
-from engine.worker.memory import host_bytes, loaded_bytes
+from engine.worker.startup.build import build_engine
+from engine.worker.startup.memory import host_bytes, loaded_bytes
 
 CONFIGS = sorted((Path(engine.__file__).parent / "bench" / "configs").iterdir())
 H200 = PlannedGpu("H200", 139 << 30, (9, 0))
@@ -88,7 +88,7 @@ def test_a_started_engine_logs_the_pages_that_were_planned(tmp_path, caplog):
     raw |= {"num_hidden_layers": 2, "vocab_size": 512, "eos_token_id": 2}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     flags = {"load_format": "dummy", "block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 64}
-    with caplog.at_level(logging.INFO, "engine.worker.build"):
+    with caplog.at_level(logging.INFO, "engine.worker.startup.build"):
         build_engine(EngineConfig(tmp_path, device="cpu", kv_cache_memory_bytes=8 << 20, **flags))
     [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Planned memory in numbers: ")]
     started = json.loads(line.partition(": ")[2])

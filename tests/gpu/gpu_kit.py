@@ -175,7 +175,7 @@ def assert_idle(core: EngineCore) -> None:
     core.check()
     stats = core.stats()
     assert not core.has_work()
-    free_rows = len(core.scheduler._free_rows)
+    free_rows = len(core.scheduler.rows.free)
     state = {
         "running": stats.num_running, "waiting": stats.num_waiting, "pages in use": stats.pages_in_use,
         "pages in flight": core.kv.num_deferred, "rows in use": core.max_num_seqs - free_rows,

@@ -14,17 +14,17 @@ import sys
 
 from engine import LLM
 from engine.bench import floor
-from engine.kernels.runtime import launcher
+from engine.kernels.runtime import driver, launcher
 from engine.kernels.tuning import decode_step
 
 _LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 
 
-def local_bytes(variant: launcher._Variant) -> int:
+def local_bytes(variant: driver.Variant) -> int:
     """Of a thread, what has no room in registers; the driver sets it aside for all threads of the card."""
     found = ctypes.c_int()
-    driver = launcher._driver()
-    launcher._check(driver.cuFuncGetAttribute(ctypes.byref(found), _LOCAL_SIZE_BYTES, variant._function), variant.name)
+    library = driver.driver()
+    driver.check(library.cuFuncGetAttribute(ctypes.byref(found), _LOCAL_SIZE_BYTES, variant._function), variant.name)
     return found.value
 
 

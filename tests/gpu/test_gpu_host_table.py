@@ -260,7 +260,7 @@ def test_a_table_that_cannot_be_locked_goes_to_the_gpu(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from engine.errors import ConfigError
-    from engine.worker import embedding_offload
+    from engine.worker.startup import embedding_offload
 
     wanted, _ = answers(model, per_layer_embeddings="gpu")
 

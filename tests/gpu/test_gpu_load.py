@@ -16,7 +16,7 @@ from engine.layers.quant.fp8 import FP8, quantize_weight
 from engine.models.base import CausalLM
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import load_weights, quantize
-from engine.worker.memory import weight_bytes
+from engine.worker.startup.memory import weight_bytes
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

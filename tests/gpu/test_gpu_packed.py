@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.kernels.gemm import block_library
-from engine.kernels.gemm.packed_weight import dequantize
+from engine.kernels.gemm.packed import block_library
+from engine.kernels.gemm.packed.weight import dequantize
 from engine.layers.gemm_inputs import UnnormedRows
 from engine.layers.linear import Linear
 from engine.layers.quant import FORMATS, packed_gpu

@@ -21,7 +21,7 @@ STARTED = """
 import json, logging, sys
 from pathlib import Path
 from engine.config import EngineConfig
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 build_engine(EngineConfig(Path(sys.argv[1]), **json.loads(sys.argv[2])))
 """

@@ -10,7 +10,7 @@ from gpu_kit import checkpoint, generated, on_gpu, prompts
 from engine import SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError, OutOfMemoryPlanError
-from engine.worker.build import choose_device
+from engine.worker.startup.resolve import choose_device
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

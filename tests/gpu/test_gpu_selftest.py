@@ -15,7 +15,7 @@ from engine.kernels.runtime.compile_ahead import line_of
 from engine.kernels.runtime.launcher import recording
 from engine.selftest import jobs, nvml
 from engine.selftest.__main__ import supervise
-from engine.selftest.checks import kernel_side
+from engine.selftest.checks.check import kernel_side
 from engine.selftest.report import Tally, as_text
 from engine.selftest.run import EVERY
 
@@ -30,7 +30,8 @@ SECONDS = 10.0
 BROKEN = """
 import sys, torch
 from engine.kernels.pointwise import fused
-from engine.selftest import checks, run
+from engine.selftest import run
+from engine.selftest.checks import pointwise
 from engine.selftest.report import Tally, print_line
 
 original, calls = fused.gate_mul, []
@@ -41,7 +42,7 @@ def broken(*args, **options):
     return original(*args, **options)
 
 fused.gate_mul = broken
-only = [check for check in checks.CHECKS if check.name in ("gate", "step inputs")]
+only = [check for check in pointwise.CHECKS if check.name in ("gate", "step inputs")]
 sys.exit(run.run_checks(Tally(print_line), torch.device("cuda"), torch.bfloat16, with_fp8=False, only=only))
 """
 

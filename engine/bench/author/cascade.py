@@ -147,7 +147,8 @@ def measured(layers: Layers, multiprocessors: int, device: torch.device) -> repo
 def searched(layers: Layers, multiprocessors: int, device: torch.device) -> report.Row:
     """The fastest variants, prefix and own tokens together, and the one that the engine takes."""
     from engine.kernels.runtime.compile_ahead import compile_ahead
-    from engine.kernels.runtime.launcher import KernelError, recording
+    from engine.kernels.runtime.driver import KernelError
+    from engine.kernels.runtime.launcher import recording
 
     variants = [
         {"tile": tile, "num_warps": warps, "num_stages": stages, "splits": splits}

@@ -141,7 +141,8 @@ def search(layer: GatedDeltaNet, copy: float, budget: float) -> Iterator[report.
     """A row for every variant, with its options; for variants that do not fit the GPU, with the driver's message. After
     `budget` seconds the rest is left out."""
     from engine.kernels.runtime.compile_ahead import compile_ahead
-    from engine.kernels.runtime.launcher import KernelError, recording
+    from engine.kernels.runtime.driver import KernelError
+    from engine.kernels.runtime.launcher import recording
 
     device, deadline = layer.a_log.device, time.monotonic() + budget
     cases = [*_decode_cases(layer), *_prompt_cases(layer)]

@@ -17,7 +17,7 @@ from engine.bench.author import load_stages, random_checkpoint
 from engine.capabilities import resolve_device
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import load_weights, quantize
-from engine.worker.memory import weight_bytes
+from engine.worker.startup.memory import weight_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

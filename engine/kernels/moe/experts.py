@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.int4_gemv import aligned
+from engine.kernels.gemm.packed.int4_gemv import aligned
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import int4
 from engine.kernels.moe.grouped_gemm import Groups, Rows, add_up, expert_product

@@ -1,18 +1,19 @@
-"""Experts whose weights stay packed in int4 (gemm/packed_weight.py, without zero points): products of few tokens and
+"""Experts whose weights stay packed in int4 (gemm/packed/weight.py, without zero points): products of few tokens and
 of many.
 
     weight   uint8 [E, N, K / 2], two codes in a byte; a scale for each output and group of columns
-    few      each (token, expert) pair is a row of its own, multiplied in integers (gemm/int4_gemv.py)
+    few      each (token, expert) pair is a row of its own, multiplied in integers (gemm/packed/int4_gemv.py)
     many     blocks of pairs on tensor cores. Groups of 128: x in e4m3, codes as e4m3 numbers, which are exact
-             (gemm/group_scaled.py); smaller groups, or x in 16 bits: weights are rounded to x's dtype in registers
+             (gemm/packed/group_scaled.py); smaller groups, or x in 16 bits: weights are rounded to x's dtype in
+             registers
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.group_scaled import E4M3_UNIT, as_e4m3_pairs
-from engine.kernels.gemm.int4_fixed import (
+from engine.kernels.gemm.packed.group_scaled import E4M3_UNIT, as_e4m3_pairs
+from engine.kernels.gemm.packed.int4_fixed import (
     WORDS_IN_CHUNK,
     chunk_sums,
     first_columns,
@@ -21,8 +22,8 @@ from engine.kernels.gemm.int4_fixed import (
     of_chunks,
     sum_chunk,
 )
-from engine.kernels.gemm.packed import spread
-from engine.kernels.gemm.packed_weight import MIDDLE, pair_distance
+from engine.kernels.gemm.packed.matmul import spread
+from engine.kernels.gemm.packed.weight import MIDDLE, pair_distance
 from engine.kernels.moe.tiles import MatrixTiles
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, wait_for_previous

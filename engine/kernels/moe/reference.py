@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.gemm.packed_weight import Packed, dequantize
+from engine.kernels.gemm.packed.weight import Packed, dequantize
 from engine.kernels.moe.tiles import SCALE_BLOCK, by_pairs, form_of, max_blocks, reads_fp8
 from engine.kernels.pointwise.reference import quantize_rows
 

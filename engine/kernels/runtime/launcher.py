@@ -27,7 +27,6 @@ can do it (compute capability 9.0 or newer).
 Triton has no e4m3 type before compute capability 8.9: there, kernels get such tensors as bytes (pointwise.e4m3).
 """
 
-import ctypes
 import functools
 import hashlib
 import inspect
@@ -49,6 +48,7 @@ from triton.runtime.jit import JITCallable
 
 from engine.kernels.runtime import origins, prebuilt
 from engine.kernels.runtime.cache_dir import use_cache_dir
+from engine.kernels.runtime.driver import KernelError, Variant, load_function
 from engine.kernels.runtime.gpu_target import FP8_CAPABILITY, INTERPRETER, PDL_CAPABILITY, Target
 from engine.kernels.runtime.prebuilt import MachineCode, Prebuilt
 
@@ -61,10 +61,6 @@ os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 triton.knobs.compilation.listener = origins.triton_listener
 
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-_MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_STATIC_SHARED_LIMIT = 48 << 10
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
-_CAPTURE_RELAXED = 2           # CU_STREAM_CAPTURE_MODE_RELAXED
 _RELEASE = "as it came with the release"
 _AS_BYTES = {"*fp8e4nv": "*u8", "*fp8e4nv!": "*u8!"}
 
@@ -72,22 +68,6 @@ _POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
-_SLOTS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-
-
-class _LaunchAttribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint64 * 8)]
-
-
-class _LaunchConfig(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint),
-    ]  # fmt: skip
-
-
-class KernelError(RuntimeError):
-    """The CUDA driver refused a kernel."""
 
 
 class Kernel:
@@ -103,7 +83,7 @@ class Kernel:
         # Alignment is part of a variant only for strides: counts change all the time, and each new variant would have
         # to be compiled.
         self._is_stride = ["stride" in name for name in self.arguments]
-        self._variants: dict[tuple, _Variant] = {}
+        self._variants: dict[tuple, Variant] = {}
 
     def __call__(
         self, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
@@ -132,7 +112,7 @@ class Kernel:
             except Exception as error:  # of Triton, of its assembler or of the driver
                 log.warning("%s was not loaded at the start (%s). Its first use tries again.", self.name, error)
 
-    def _compile(self, types: tuple, constants: dict[str, Any], num_warps: int, num_stages: int) -> "_Variant":
+    def _compile(self, types: tuple, constants: dict[str, Any], num_warps: int, num_stages: int) -> "Variant":
         use_cache_dir()
         capability = torch.cuda.get_device_capability()
         job = Job(self, types, tuple(constants.items()), num_warps, num_stages)
@@ -140,7 +120,7 @@ class Kernel:
         refusal = None
         for origin, code in _machine_codes(job, capability):
             try:
-                variant = _Variant(self.name, code, given, pdl)
+                variant = Variant(self.name, code, given, pdl)
                 (origins.came_with_release if origin == _RELEASE else origins.came_from_triton)()
                 return variant
             except KernelError as error:
@@ -279,7 +259,7 @@ def prebuilt_kernels(capability: tuple[int, int]) -> Prebuilt | None:
     code = came.smallest()
     try:
         if code is not None:
-            _load(code, code.function)
+            load_function(code, code.function)
     except KernelError as error:
         log.warning("The prebuilt kernels in %s are ignored, and kernels are compiled here: %s", came.directory, error)
         return None
@@ -355,86 +335,3 @@ def _type_of(value: Any, is_stride: bool) -> str | None:
         name = "i32" if -(2**31) <= value < 2**31 else "i64"
         return name + "!" if is_stride and value % 16 == 0 else name
     return None if value is None else "fp32"
-
-
-class _Variant:
-    """Loaded machine code, and the memory in which its arguments are passed."""
-
-    def __init__(self, name: str, code: MachineCode, types: list[str], pdl: bool) -> None:
-        self._binary = code.cubin  # kept, because the driver may read it lazily
-        self._function = _load(code, name)
-        self.name = name
-        self._slots = [_SLOTS.get(t.removesuffix("!"), ctypes.c_uint64)() for t in types]
-        self._is_pointer = [t.startswith("*") for t in types]
-        # Two hidden parameters come last: global and profile scratch.
-        hidden = [ctypes.c_uint64(0), ctypes.c_uint64(0)]
-        every = [*self._slots, *hidden]
-        self._keep = hidden
-        self._argv = (ctypes.c_void_p * len(every))(*[ctypes.addressof(s) for s in every])
-        self._config = _LaunchConfig(block=(ctypes.c_uint * 3)(32 * code.num_warps, 1, 1), shared=code.shared)
-        if pdl:
-            self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
-            self._attribute.value[0] = 1
-            self._config.attributes = ctypes.pointer(self._attribute)
-            self._config.count = 1
-        self._config_ref = ctypes.byref(self._config)
-        self._launch = _driver().cuLaunchKernelEx
-        self._device = torch.cuda.current_device()
-
-    def launch(self, grid: tuple[int, ...], args: tuple) -> None:
-        slots = self._slots
-        at = 0
-        for value in args:
-            if value is None:
-                continue
-            slots[at].value = value.data_ptr() if self._is_pointer[at] else value
-            at += 1
-        config = self._config
-        config.grid[0] = grid[0]
-        config.grid[1] = grid[1] if len(grid) > 1 else 1
-        config.grid[2] = grid[2] if len(grid) > 2 else 1
-        config.stream = torch._C._cuda_getCurrentRawStream(self._device)
-        result = self._launch(self._config_ref, self._function, self._argv, None)
-        if result:
-            _check(result, self.name)
-
-
-def _load(code: MachineCode, name: str) -> ctypes.c_void_p:
-    """The function that the driver makes of machine code. Raises KernelError if it refuses it."""
-    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    with _loading_allowed(driver):
-        _check(driver.cuModuleLoadData(ctypes.byref(module), code.cubin), name)
-        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, code.function.encode()), name)
-        if code.shared > _STATIC_SHARED_LIMIT:
-            _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, code.shared), name)
-    return function
-
-
-@contextmanager
-def _loading_allowed(driver: ctypes.CDLL) -> Iterator[None]:
-    """Inside, this thread may load code even while it records a graph."""
-    mode = ctypes.c_int(_CAPTURE_RELAXED)
-    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
-_loaded: ctypes.CDLL | None = None
-
-
-def _driver() -> ctypes.CDLL:
-    global _loaded
-    if _loaded is None:
-        torch.cuda.current_stream()  # makes torch create the context
-        _loaded = ctypes.CDLL("libcuda.so.1")
-        _loaded.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    return _loaded
-
-
-def _check(result: int, name: str) -> None:
-    if result:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
-        raise KernelError(f"{name}: the CUDA driver says: {(text.value or b'unknown error').decode()} ({result}).")

@@ -206,7 +206,7 @@ class OnGpu:
         return not self._pool.wait(self._lines[key])
 
     def _ms(self, chosen: Chosen, head: bool) -> float:
-        from engine.kernels.runtime.launcher import KernelError
+        from engine.kernels.runtime.driver import KernelError
 
         try:
             with using(chosen):

@@ -232,7 +232,7 @@ class OnGpu:
         return not self._pool.wait(self._lines[id(subject), tokens, tiles])
 
     def _seconds(self, subject: Subject, tokens: int, tiles: AnyTiles) -> float:
-        from engine.kernels.runtime.launcher import KernelError
+        from engine.kernels.runtime.driver import KernelError
 
         try:
             return step_seconds(self._steps(subject, tokens, tiles), self._device, _REPEATS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.gemm.packed_weight import Packed
+from engine.kernels.gemm.packed.weight import Packed
 from engine.layers.quant.integers import WORD, as_packed, packed_bytes, sides_refusal, unpack_words
 from engine.layers.quant.stored import Found, Inputs, Spec, StoredFormat, check_scale, scale_spec
 

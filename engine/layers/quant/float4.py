@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.gemm.packed_weight import Packed, pack_pairs
+from engine.kernels.gemm.packed.weight import Packed, pack_pairs
 from engine.layers.quant.stored import Found, Inputs, Spec, StoredFormat, bad_values, check_scale, scalar_spec
 from engine.message import msg
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from engine.kernels.gemm.packed_weight import Packed
+from engine.kernels.gemm.packed.weight import Packed
 from engine.kernels.moe.tiles import SCALE_BLOCK, Form
 from engine.layers.quant.stored import Found, Inputs, Spec, StoredFormat, check_scale, scalar_spec, scale_spec
 from engine.message import msg

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.gemm.packed_weight import Packed
+from engine.kernels.gemm.packed.weight import Packed
 from engine.kernels.moe.tiles import Form
 from engine.layers.quant.integers import (
     WORD,

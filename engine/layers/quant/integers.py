@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.gemm.packed_weight import Kind, Packed, pack_pairs
+from engine.kernels.gemm.packed.weight import Kind, Packed, pack_pairs
 from engine.kernels.moe.tiles import Form, groups_fit
 from engine.layers.quant.stored import (
     Found,

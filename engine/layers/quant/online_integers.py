@@ -10,8 +10,8 @@ largest number off and leaves the others finer, and keeps what has the smaller s
 Error relative to the weights (root mean square), SmolLM2-135M and normal numbers alike: int8 0.8 %, int4 9.8 % (groups
 of 128), int4-g32 8.3 %.
 
-On a GPU the weights then are what published W8A16 and W4A16 checkpoints are (packed.py), and beside int4 the head is in
-fp8 (head.py); on a CPU see kernels/gemm/cpu_integers.py.
+On a GPU the weights then are what published W8A16 and W4A16 checkpoints are (packed_gpu.py), and beside int4 the head
+is in fp8 (head.py); on a CPU see kernels/gemm/cpu_integers.py.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from engine.kernels.gemm.cpu_integers import Int4Weight, Int8Weight
-from engine.kernels.gemm.packed_weight import Packed, pack_pairs
+from engine.kernels.gemm.packed.weight import Packed, pack_pairs
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides
 from engine.layers.quant.head import FP8_HEAD
@@ -30,7 +30,7 @@ from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 
 _BLOCK_ELEMENTS = 1 << 18  # quantised at a time: float32 copies that stay in a core's cache
 _OUTPUTS = 64              # a multiple of this many: the blocks that a CPU's int4 kernel reads
-_COPIED_GROUP = 128        # kernels/gemm/block_library.py
+_COPIED_GROUP = 128        # kernels/gemm/packed/block_library.py
 _CUT = 0.88
 _SMALLEST = 1e-12          # a group of zeros has a scale, too
 

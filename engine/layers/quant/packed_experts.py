@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from engine.kernels.gemm.packed_weight import Packed
+from engine.kernels.gemm.packed.weight import Packed
 from engine.kernels.moe.tiles import SCALE_BLOCK, Form
 from engine.layers.quant.base import ExpertLayer
 from engine.layers.weight_memory import for_good

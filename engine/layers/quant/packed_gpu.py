@@ -1,4 +1,4 @@
-"""How a GPU multiplies with weights that stay packed (kernels/gemm/packed_weight.py).
+"""How a GPU multiplies with weights that stay packed (kernels/gemm/packed/).
 
     rows                          int4, scales for groups of 128                fp8, scales for blocks of 128 x 128
     a few (`vector_rows`)         int4_gemv: x in 16 bits, fused with what      small_batch.gemv, likewise
@@ -8,7 +8,7 @@
                                   as e4m3 numbers, made for the product or
                                   kept as a second copy
 
-Everything else, and layers whose `fp8_activations` is False: 16-bit activations (kernels/gemm/packed.py).
+Everything else, and layers whose `fp8_activations` is False: 16-bit activations (kernels/gemm/packed/matmul.py).
 """
 
 import logging
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.kernels.gemm.packed_weight import Packed, joined
+from engine.kernels.gemm.packed.weight import Packed, joined
 from engine.layers.gemm_inputs import QuantizedRows
 from engine.layers.quant.base import Gemm
 from engine.layers.quant.rounded_inputs import Inputs, rounding_inputs
@@ -87,7 +87,8 @@ def _whole(layer: Any) -> Packed | None:
 
 def _prepare_for_fp8(layer: Any) -> bool:
     """Whether the layer can multiply fp8 activations; then what it needs for that is in `packed`."""
-    from engine.kernels.gemm import block_library, group_scaled, scaled
+    from engine.kernels.gemm import scaled
+    from engine.kernels.gemm.packed import block_library, group_scaled
 
     whole, pieces = _whole(layer), layer.packed
     if whole is None or not layer.fp8_activations or not scaled.has_fp8_units(whole.values.device):
@@ -104,7 +105,7 @@ def _prepare_for_fp8(layer: Any) -> bool:
 
 
 def _library_refusal(device: torch.device, block_rows: int) -> str | None:
-    from engine.kernels.gemm import block_library
+    from engine.kernels.gemm.packed import block_library
     from engine.kernels.runtime.launcher import target_of
 
     return block_library.refusal(target_of(device).capability, block_rows)
@@ -118,7 +119,7 @@ def copies_kept(need: int, free: int) -> int:
 def keep_int4_copies(model: nn.Module, free: int) -> None:
     """After loading: keep int4 weights as e4m3 numbers, too, if a third of the `free` bytes holds them. Large batches
     multiply with these; without them, the numbers are made for each product."""
-    from engine.kernels.gemm import group_scaled
+    from engine.kernels.gemm.packed import group_scaled
 
     layers = [packed for m in model.modules() if isinstance(packed := getattr(m, "packed", None), PackedParts)]
     wanting = [packed for packed in layers if packed.library_scale is not None and packed.grouped.pair > 0]
@@ -135,7 +136,7 @@ def keep_int4_copies(model: nn.Module, free: int) -> None:
 
 
 def _with_fp8(layer: Any) -> Gemm:
-    from engine.kernels.gemm import int4_gemv
+    from engine.kernels.gemm.packed import int4_gemv
 
     grouped = layer.packed.grouped
     if grouped.pair > 0 and int4_gemv.supports(layer.packed.parts[0], layer.weight.dtype):
@@ -154,7 +155,7 @@ def _on_rows(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _on_fp8_rows(layer: Any, x: QuantizedRows) -> torch.Tensor:
-    from engine.kernels.gemm import block_library, group_scaled
+    from engine.kernels.gemm.packed import block_library, group_scaled
 
     pieces: PackedParts = layer.packed
     weight, rows = pieces.grouped, x.values.shape[0]
@@ -175,7 +176,7 @@ def _most_rows_of_kernel(pieces: PackedParts) -> int:
 
 
 def _int4_gemv(layer: Any, x: torch.Tensor, **around: Any) -> torch.Tensor:
-    from engine.kernels.gemm import int4_gemv
+    from engine.kernels.gemm.packed import int4_gemv
 
     return int4_gemv.gemv(x, layer.packed.parts[0], layer.bias, **around)
 
@@ -196,7 +197,7 @@ def _blocks(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _with_16_bits(layer: Any) -> Gemm:
     """With a GEMV that fuses what surrounds it, where the whole layer is one weight that it reads."""
-    from engine.kernels.gemm import int4_gemv
+    from engine.kernels.gemm.packed import int4_gemv
 
     whole = _whole(layer)
     if whole is None or not int4_gemv.supports(whole, layer.weight.dtype):
@@ -205,13 +206,13 @@ def _with_16_bits(layer: Any) -> Gemm:
 
 
 def _on_packed(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    from engine.kernels.gemm import packed
+    from engine.kernels.gemm.packed.matmul import matmul
 
     whole: PackedParts = layer.packed
     results = []
     for part in whole.parts:
         if isinstance(part, Packed):
-            results.append(packed.matmul(x, part, batch_invariant=layer.batch_invariant))
+            results.append(matmul(x, part, batch_invariant=layer.batch_invariant))
         else:
             results.append(torch.nn.functional.linear(x, part))
     y = results[0] if len(results) == 1 else torch.cat(results, -1)

@@ -1,7 +1,7 @@
 """Layers whose weights are quantised in the checkpoint.
 
 A `StoredFormat` (float8.py, float4.py, integers.py, gptq.py, awq.py) says how one matrix is stored: the names, types
-and shapes of its tensors, and how to read them into the packed form (kernels/gemm/packed_weight.py). The methods here
+and shapes of its tensors, and how to read them into the packed form (kernels/gemm/packed/weight.py). The methods here
 create the tensors that the loader fills, and join the matrices of a layer: a fused layer has several (q, k and v), each
 of which may have a format of its own, or none.
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from engine.errors import ModelError
-from engine.kernels.gemm.packed_weight import Packed, dequantize, joined
+from engine.kernels.gemm.packed.weight import Packed, dequantize, joined
 from engine.kernels.moe.tiles import SCALE_BLOCK, Form
 from engine.layers.quant import fp8
 from engine.layers.quant.base import ExpertLayer, ExpertMethod, LinearLayer, LinearMethod, Tensors

@@ -71,7 +71,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         seq = self.core.scheduler.seqs.get(request_id)
-        flying = seq is not None and seq.last_step > self.core.scheduler._completed_step
+        flying = seq is not None and seq.last_step > self.core.scheduler.rows.completed_step
         self.seen["aborts in flight"] += flying
         self.core.abort([request_id])
 
@@ -111,7 +111,7 @@ class Engine:
         self.seen["preemptions"] += stats.num_preemptions
         self.seen["tokens from the cache"] += stats.prefix_hits
         assert all(pool.num_in_use == 0 for pool in self.core.kv.arena.pools)
-        assert sorted(self.core.scheduler._free_rows) == list(range(1, self.core.max_num_seqs + 1))
+        assert sorted(self.core.scheduler.rows.free) == list(range(1, self.core.max_num_seqs + 1))
 
 
 def life(kind: str, rng: random.Random) -> Engine:
@@ -262,7 +262,7 @@ def test_what_a_request_leaves_in_flight_is_nobodys_until_its_step_is_read(kind:
     engine.add("second", [2] * 100, 50)
     assert [pool.num_in_use for pool in core.kv.arena.pools] == held, "still read and written by the step in flight"
     assert core.kv.num_deferred == sum(held)
-    assert core.scheduler._deferred_rows, "its row, too"
+    assert core.scheduler.rows.in_flight, "its row, too"
     assert core.scheduler.schedule() is None, "there is no row for the second yet"
     engine.drain()
     assert core.kv.num_deferred == 0

@@ -29,8 +29,9 @@ from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads as attention_heads
 from engine.kernels.attention import shared_prefix
-from engine.kernels.gemm import batch_invariant, group_scaled, int4_gemv, packed, scaled_kernel, small_batch
-from engine.kernels.gemm.packed_weight import Packed
+from engine.kernels.gemm import batch_invariant, scaled_kernel, small_batch
+from engine.kernels.gemm.packed import group_scaled, int4_gemv, matmul
+from engine.kernels.gemm.packed.weight import Packed
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.moe import few_tokens as moe_few_tokens
@@ -257,11 +258,11 @@ def packed_products(kind, group, scales):
     zero = zeros(4096, 4096 // group, dtype=torch.uint8) if scales == torch.float16 else None
     weight = Packed(kind, group, values, scale, zero)
     for rows in (1, 2, 8, 32, 64, 200):
-        packed.matmul(zeros(rows, 4096), weight)
+        matmul.matmul(zeros(rows, 4096), weight)
     if kind == "int4":
         int4_gemv.gemv(zeros(2, 4096), weight, norm=(zeros(4096), 1e-6), gate="silu")
         int4_gemv.gemv(zeros(1, 4096), weight, zeros(4096), residual=zeros(1, 4096))
-    packed.unpacked(weight, BF16)
+    matmul.unpacked(weight, BF16)
 
 
 def with_int8_cache():

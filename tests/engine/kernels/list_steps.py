@@ -24,17 +24,18 @@ from engine.models.loading.loader import fill_with_nothing
 from engine.prebuild.gpus import GPUS
 from engine.prebuild.listing import kernels_for
 from engine.prebuild.without_gpu import GPU, without_gpu
-from engine.worker import memory_profile, warmup
-from engine.worker.build import empty_model, resolve_dtype, resolve_kv_dtype
 from engine.worker.cache import Cache, cache_spec
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device_runner import DeviceRunner
+from engine.worker.startup import memory_profile, warmup
+from engine.worker.startup.build import empty_model
+from engine.worker.startup.resolve import resolve_dtype, resolve_kv_dtype
 
 SEQS, TOKENS = 48, 256
 
 
 def launched(config, target):
-    """What `_start_on_gpu` and steps of all kinds launch. As engine/worker/build.py does."""
+    """What `_start_on_gpu` and steps of all kinds launch. As engine/worker/startup/build.py does."""
     found = set()
 
     def note(kernel, grid, *args, num_warps=4, num_stages=3, **constants):

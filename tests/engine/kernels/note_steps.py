@@ -25,10 +25,10 @@ from engine.layers.quant import unquantized
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_randomly
 from engine.models.registry import model_class
-from engine.worker import memory_profile, warmup
 from engine.worker.cache import Cache
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device_runner import DeviceRunner
+from engine.worker.startup import memory_profile, warmup
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS, SHARED = 132, 227 << 10
@@ -99,7 +99,7 @@ def noted(model, max_seqs, max_tokens):
     warmup.compile_ahead = lambda jobs, capability: 0
     warmup.load_kernels = lambda jobs: None
 
-    # As engine/worker/build.py does.
+    # As engine/worker/startup/build.py does.
     spec = CacheSpec(tuple(model.cache_layers()), 2, 16)
     memory_profile.measure_steps(model, spec, torch.bfloat16, max_tokens, max_seqs, CPU, graphs=False)
     runner = DeviceRunner(

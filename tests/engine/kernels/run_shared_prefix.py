@@ -20,8 +20,8 @@ from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest
 from engine.kernels.attention import shared_prefix
-from engine.worker.build import build_engine
 from engine.worker.shared_prefix import SharedPrefixes
+from engine.worker.startup.build import build_engine
 
 SEQS = 12
 COMMON = [(5 * i) % 900 + 3 for i in range(50)]  # three pages of 16, and two tokens more

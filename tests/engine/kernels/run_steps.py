@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.core.loop import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 BUDGET, MAX_LEN = 30, 160
 PROMPTS = [[(7 * i + n) % 900 + 3 for n in range(length)] for i, length in enumerate((50, 5, 1))]

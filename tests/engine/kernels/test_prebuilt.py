@@ -178,6 +178,7 @@ def test_kernels_that_cannot_be_believed_are_all_compiled_here(place, cache, dam
 # older than the assembler.
 REFUSED = """
 import ctypes
+from engine.kernels.runtime import driver as cuda_driver
 class Driver:
     def __init__(self):
         self.seen = []
@@ -194,7 +195,7 @@ class Driver:
         text._obj.value = b"the provided PTX was compiled with an unsupported toolchain"
 driver = Driver()
 driver.cuLaunchKernelEx = None
-launcher._driver = lambda: driver
+cuda_driver.driver = lambda: driver
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 torch.cuda.current_device = lambda: 0
@@ -206,7 +207,7 @@ for job in jobs:
     try:
         job.kernel._compile(job.types, dict(job.constants), job.num_warps, job.num_stages)
         loaded += 1
-    except launcher.KernelError:
+    except cuda_driver.KernelError:
         pass
 from engine.kernels.runtime import origins
 print(json.dumps({"missing": missing, "loaded": loaded, "counts": origins.counts(), "line": origins.line()}))

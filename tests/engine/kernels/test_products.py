@@ -10,7 +10,7 @@ from engine.kernels.gemm.cublaslt import Shape
 from engine.layers.linear import Linear
 from engine.layers.quant.fp8 import FP8, ON_FP8_UNITS
 from engine.layers.quant.unquantized import ON_GPU
-from engine.worker.warmup import choose_matmuls
+from engine.worker.startup.warmup import choose_matmuls
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from engine.layers.gemm_inputs import QuantizedRows
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
 from engine.layers.quant import fp8
-from engine.worker.memory import arithmetic_notes
+from engine.worker.startup.memory import arithmetic_notes
 
 CPU = torch.device("cpu")
 A100 = Target((8, 0), 166_912, 108)

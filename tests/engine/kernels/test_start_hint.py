@@ -10,7 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kernels.runtime import warm_cache_hint
-from engine.worker import build
+from engine.worker.startup import build
 
 
 @pytest.fixture(autouse=True)

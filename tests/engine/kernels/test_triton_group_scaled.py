@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine.kernels.gemm import group_scaled, small_batch
-from engine.kernels.gemm.group_scaled import GroupTiles
-from engine.kernels.gemm.packed_weight import Packed, dequantize, joined, pack_pairs
+from engine.kernels.gemm import small_batch
+from engine.kernels.gemm.packed import group_scaled
+from engine.kernels.gemm.packed.group_scaled import GroupTiles
+from engine.kernels.gemm.packed.weight import Packed, dequantize, joined, pack_pairs
 from engine.layers.linear import Linear
 from engine.layers.quant import FORMATS, packed_gpu
 from engine.layers.quant.fp8 import dequantize as widened

@@ -16,7 +16,7 @@ from engine.layers.embed import Embedding
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import load_weights
 from engine.models.registry import model_class
-from engine.worker import build
+from engine.worker.startup import build
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernels.gemm import int4_gemm, int4_gemv
-from engine.kernels.gemm import packed as kernels
-from engine.kernels.gemm import packed_weight as reference
-from engine.kernels.gemm.int4_gemv import Int4Tiles
-from engine.kernels.gemm.packed import PackedTiles
-from engine.kernels.gemm.packed_weight import Packed, dequantize, joined, pack_pairs
+from engine.kernels.gemm.packed import int4_gemm, int4_gemv, reference
+from engine.kernels.gemm.packed import matmul as kernels
+from engine.kernels.gemm.packed.int4_gemv import Int4Tiles
+from engine.kernels.gemm.packed.matmul import PackedTiles
+from engine.kernels.gemm.packed.weight import Packed, dequantize, joined, pack_pairs
 
 FP8 = torch.float8_e4m3fn
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import shared_prefix
 from engine.kernels.pointwise.reference import to_int8
-from engine.selftest.pages import int8_cache
+from engine.selftest.checks.pages import int8_cache
 
 PAGE, TILE = 16, 64
 NAN = float("nan")

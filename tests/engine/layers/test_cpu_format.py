@@ -11,7 +11,7 @@ from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.core.request import EngineRequest
 from engine.kernels.gemm import cpu_format, fp16_weight
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 pytestmark = pytest.mark.skipif(not fp16_weight.is_available(), reason="PyTorch has no FBGEMM here")
 

@@ -13,7 +13,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.quant.fp8 import FP8, FP8_PER_CHANNEL
 from engine.layers.quant.unquantized import ON_GPU, UNQUANTIZED
 from engine.models.loading.loader import quantize
-from engine.worker.memory import loaded_bytes, weight_bytes
+from engine.worker.startup.memory import loaded_bytes, weight_bytes
 
 HIDDEN, INNER, EXPERTS = 32, 48, 6
 

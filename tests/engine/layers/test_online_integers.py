@@ -11,7 +11,7 @@ from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest
 from engine.errors import ConfigError
 from engine.kernels.gemm import cpu_integers
-from engine.kernels.gemm.packed_weight import dequantize
+from engine.kernels.gemm.packed.weight import dequantize
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
 from engine.layers.quant import FORMATS
@@ -19,7 +19,7 @@ from engine.layers.quant.online_integers import ONLINE, group_of, packed, quanti
 from engine.models.loading.loader import quantize
 from engine.models.registry import empty_model
 from engine.plan import PlannedGpu, plan_engine
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 H200 = PlannedGpu("H200", 139 << 30, (9, 0))
 SCHEMES = [(8, 192), (4, 128), (4, 64), (4, 32)]

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.config.model import ModelConfig
 from engine.models.loading.checkpoint import check_checkpoint
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 
 @pytest.fixture

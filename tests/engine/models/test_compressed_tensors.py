@@ -19,7 +19,7 @@ from test_quantized_checkpoints import WIDE, linears, loaded
 from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 FP8 = {"num_bits": 8, "type": "float"}
 FP4 = {"num_bits": 4, "type": "float"}

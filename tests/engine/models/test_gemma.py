@@ -15,7 +15,7 @@ from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest
 from engine.embedding import finished
 from engine.errors import OutOfMemoryPlanError
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 GEMMA4 = {"sliding_window": 24, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_attention_heads": 4,
           "final_logit_softcapping": 4.0}

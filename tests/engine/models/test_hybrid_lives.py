@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.core.loop import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 VOCAB, MAX_LEN, TOKENS, SEEDS = 320, 192, 60, range(8)
 FAMILIES = ["llama", "gemma3", "gemma4_31b", "qwen3.5"]
@@ -81,7 +81,7 @@ def live(model_dir: Path, seed: int) -> Counter[str]:
             core.add_request(waiting.pop(0))
         if rng.random() < 0.03 and core.scheduler.running:
             victim = rng.choice(core.scheduler.running)
-            seen["ends in flight"] += victim.last_step > core.scheduler._completed_step
+            seen["ends in flight"] += victim.last_step > core.scheduler.rows.completed_step
             core.abort([victim.request_id])
         for out in core.step():
             assert out.error is None, out.error

@@ -17,7 +17,7 @@ from engine.core.request import EngineRequest, FinishReason
 from engine.errors import ModelError
 from engine.models.config.model import ModelConfig
 from engine.models.registry import model_class
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 SHAPES = {
     "qwen3": {"model": "Qwen3Moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,

@@ -21,7 +21,7 @@ from engine.models.config.quantization import read_quantization
 from engine.models.loading import loader
 from engine.models.loading.checkpoint import TensorInfo
 from engine.models.registry import model_class
-from engine.worker import build
+from engine.worker.startup import build
 
 CONFIGS = Path(__file__).parents[3] / "engine" / "bench" / "configs"
 TEXT = "model.language_model."

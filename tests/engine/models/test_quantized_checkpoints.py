@@ -19,7 +19,7 @@ from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import load_weights
 from engine.models.loading.quantized import use_stored_formats
 from engine.models.registry import empty_model
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 WIDE = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 2,
         "head_dim": 32, "initializer_range": 0.1, "num_hidden_layers": 1}  # ragged blocks of 128; groups of 32 and 64

@@ -21,7 +21,7 @@ from engine.models.config.model import ModelConfig
 from engine.models.loading.quantized import use_stored_formats
 from engine.models.registry import empty_model
 from engine.plan import PlannedGpu, plan_engine, weight_bytes
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 _CARD = PlannedGpu("H200", 150 << 30, (9, 0))
 BENCH = Path(__file__).parents[3] / "engine/bench/configs"

@@ -25,7 +25,7 @@ from engine.models.config.model import ModelConfig
 from engine.models.config.qwen3_5 import read_qwen3_5
 from engine.models.loading.loader import load_weights, quantize
 from engine.models.registry import model_class
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 VOCAB, PAGE, PAGES_EACH = 320, 16, 12
 TEXT = {

@@ -16,7 +16,7 @@ from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest
 from engine.models.config.model import ModelConfig
 from engine.models.registry import model_class
-from engine.worker.build import build_engine
+from engine.worker.startup.build import build_engine
 
 LENGTH = 16
 

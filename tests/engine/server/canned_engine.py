@@ -15,7 +15,8 @@ from pathlib import Path
 from engine.core.request import EngineRequest, EngineStats, FinishReason, RequestTimes, StepOutput
 from engine.server.ipc.framing import PeerPolicy, listen
 from engine.server.ipc.server import IpcServer
-from engine.server.process.engine_process import EngineService, signals
+from engine.server.process.engine_process import signals
+from engine.server.process.engine_service import EngineService
 from engine.server.process.notify import Notifier
 
 

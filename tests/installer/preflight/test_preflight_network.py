@@ -43,11 +43,14 @@ def listener() -> Iterator[socket.socket]:
 
 
 def test_a_free_port(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    assert network.port(context(tmp_path, port=free_port())).status == "pass"
+    number = free_port()
+    assert network.port(context(tmp_path, port=number)).status == "pass"
+    assert network.is_free("127.0.0.1", number)
 
 
 def test_a_port_in_use_names_its_holder(tmp_path: Path, listener: socket.socket) -> None:
     number = listener.getsockname()[1]
+    assert not network.is_free("127.0.0.1", number)
     record = network.port(context(tmp_path, port=number))
     assert (record.status, record.strict) == ("fail", False)
     assert f"process {os.getpid()}" in record.observed

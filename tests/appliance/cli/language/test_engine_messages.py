@@ -35,8 +35,8 @@ from engine.server.process.engine_child import EngineChild, EngineFailedError
 from engine.server.settings.commands import parse_engine, parse_gateway, parse_serve
 from engine.server.settings.options import ServeOptions
 from engine.server.settings.server_file import check_gpus, engine_argv_of, model_names
-from engine.worker import build, embedding_offload, memory
-from engine.worker.memory import GpuMemory
+from engine.worker.startup import embedding_offload, memory, resolve
+from engine.worker.startup.memory import GpuMemory
 from installer.base.i18n import libraries_in, told
 
 KOREAN = {"LANG": "ko_KR.UTF-8", "LC_ALL": "", "LC_MESSAGES": "", "TERM": "xterm", "ATOLL_LANG": ""}
@@ -161,7 +161,7 @@ def test_flags(line: str) -> None:
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    error = refusal(lambda: build.choose_device(EngineConfig(Path("/m"), ["m"], device="cuda")))
+    error = refusal(lambda: resolve.choose_device(EngineConfig(Path("/m"), ["m"], device="cuda")))
     assert_korean(read_in_korean(error))
 
 
@@ -175,7 +175,7 @@ def test_a_gpu_that_is_too_old_or_too_full(
     }  # fmt: skip
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    error = refusal(lambda: build.choose_device(EngineConfig(Path("/m"), ["m"], device="cuda")))
+    error = refusal(lambda: resolve.choose_device(EngineConfig(Path("/m"), ["m"], device="cuda")))
     said = read_in_korean(error)
     assert "NVIDIA A100 80GB" in said
     assert_korean(said.replace("NVIDIA A100 80GB", ""))

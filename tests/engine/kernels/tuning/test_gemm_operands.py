@@ -16,7 +16,7 @@ from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.moe.tiles import Shape, StreamTiles
 from engine.kernels.runtime import compile_pool
-from engine.kernels.runtime.launcher import KernelError
+from engine.kernels.runtime.driver import KernelError
 from engine.kernels.tuning import decode_step, gemm_operands, step_search
 from engine.kernels.tuning.step_gemms import Subject
 from engine.kernels.tuning.step_search import Block, Stage

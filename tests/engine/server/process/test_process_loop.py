@@ -15,7 +15,7 @@ from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOu
 from engine.errors import EngineDeadError
 from engine.server.ipc.framing import PeerPolicy, listen
 from engine.server.ipc.server import IpcServer
-from engine.server.process.engine_process import EngineService
+from engine.server.process.engine_service import EngineService
 from engine.server.process.notify import Notifier
 
 

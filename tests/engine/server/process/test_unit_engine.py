@@ -14,7 +14,7 @@ from process_kit import connected, greedy, tokens_of, until
 from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
 from engine.server.ipc.framing import PeerPolicy, listen
 from engine.server.ipc.server import IpcServer
-from engine.server.process.engine_process import EngineService
+from engine.server.process.engine_service import EngineService
 from engine.server.process.heartbeat import MAX_FAILED_STEPS
 from engine.server.process.notify import Notifier
 

@@ -171,8 +171,8 @@ def test_check_says_whether_it_would_start(tiny_llama: Path, flags, status: int)
 def test_a_start_imports_no_symbolic_algebra(tiny_llama: Path):
     """It once cost a second of every start, and more where nobody had compiled it."""
     code = ("import sys\nfrom engine.server.settings.commands import parse_engine\n"
-            "from engine.server.process.engine_process import _warm_up\n"
-            "from engine.worker.build import build_engine\n"
+            "from engine.server.process.engine_service import _warm_up\n"
+            "from engine.worker.startup.build import build_engine\n"
             "core = build_engine(parse_engine(sys.argv[1:]).engine)\n_warm_up(core)\n"
             "print([name for name in ('sympy', 'networkx', 'torch._dynamo') if name in sys.modules])")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code, f"--model={tiny_llama}", "--device=cpu", "--uds=/"],
