@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.kernels.gemm import autotune
+from engine.kernels.gemm.trials import Weight
 from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
 from engine.layers.quant.base import Gemm, LinearMethod, Tensors, plain_weight
 from engine.layers.quant.unquantized import PLAIN, UNQUANTIZED
@@ -121,11 +121,11 @@ class Linear(nn.Module):
         return self.gemm.streamed(self)
 
     @property
-    def by_library(self) -> autotune.Weight | None:
+    def by_library(self) -> Weight | None:
         """The weight, if large batches use the library and its algorithm can be chosen; else None."""
         if self.batch_invariant or self.bias is not None or not self.gemm.library:
             return None
-        return autotune.Weight(self.weight, self.scale)
+        return Weight(self.weight, self.scale)
 
     def _vector_gemm(self, x: torch.Tensor | UnnormedRows, **around: Any) -> torch.Tensor:
         if isinstance(x, UnnormedRows):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.gemm import autotune, cublaslt
+from engine.kernels.gemm.trials import Weight
 from engine.layers.linear import Linear
 from engine.layers.quant.fp8 import FP8_PER_CHANNEL
 
@@ -22,18 +23,18 @@ SHAPES = [(768, 512, 48), (4096, 1024, 100), (1024, 3072, 64)]
 
 def inputs(
     outputs: int, inner: int, rows: int, fp8: bool = False
-) -> tuple[torch.Tensor, autotune.Weight, tuple[torch.Tensor, torch.Tensor] | None]:
+) -> tuple[torch.Tensor, Weight, tuple[torch.Tensor, torch.Tensor] | None]:
     """x, W and the scales of their rows."""
     torch.manual_seed(rows)
     kind = {"device": "cuda", "dtype": torch.bfloat16}
     x, weight = torch.randn(rows, inner, **kind), torch.randn(outputs, inner, **kind)
     if not fp8:
-        return x, autotune.Weight(weight, None), None
+        return x, Weight(weight, None), None
     scales = torch.rand(rows, device="cuda") + 0.5, torch.rand(outputs, device="cuda") + 0.5
-    return x.to(FP8), autotune.Weight(weight.to(FP8), scales[1]), scales
+    return x.to(FP8), Weight(weight.to(FP8), scales[1]), scales
 
 
-def exact(x: torch.Tensor, weight: autotune.Weight, scales: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+def exact(x: torch.Tensor, weight: Weight, scales: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
     y = F.linear(x.float(), weight.values.float())
     return y if scales is None else y * scales[0][:, None] * scales[1]
 
@@ -100,7 +101,7 @@ def test_a_layer_multiplies_by_what_was_chosen(tmp_path: Path, monkeypatch: pyte
     plain = cublaslt.BoundMatmul.__call__
 
     def noted(self: cublaslt.BoundMatmul, *operands: Any) -> torch.Tensor:
-        used.append(self._product.shape)
+        used.append(self._matmul.shape)
         return plain(self, *operands)
 
     monkeypatch.setattr(cublaslt.BoundMatmul, "__call__", noted)

@@ -8,16 +8,14 @@ Choices are stored next to the compiled kernels, so that the next start gives th
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from engine.kernels.gemm import cublaslt, scaled
+from engine.kernels.gemm import cublaslt
 from engine.kernels.gemm.cublaslt import BoundMatmul, CublasLtError, Matmul, Shape
+from engine.kernels.gemm.trials import Trials, Weight, inputs, scales
 from engine.kernels.runtime.cache_dir import use_cache_dir
 
 log = logging.getLogger(__name__)
@@ -25,18 +23,9 @@ log = logging.getLogger(__name__)
 _BETTER = 0.98     # gain relative to PyTorch's choice: less is noise
 _CANDIDATES = 3    # version of the list of algorithms: increase it when the list changes, to measure everything again
 _FINALISTS = 3
-_TURNS = 4         # rounds of measurement for the finalists
-_MOST_BYTES = 256 << 20  # total size of the weights that take turns: more than caches hold
-_MANY_ROWS = 1024  # from here on a GEMM is compute-bound, and measuring with one weight is enough
-_HEAD_START = 200_000  # clock cycles for which the GPU waits while the measured calls are being queued
 _DTYPES = (torch.bfloat16, torch.float16)
 
 _chosen: dict[Shape, BoundMatmul] = {}
-
-
-class Weight(NamedTuple):
-    values: torch.Tensor        # [out, in]
-    scale: torch.Tensor | None  # [out] of an fp8 weight
 
 
 def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> BoundMatmul | None:
@@ -49,7 +38,7 @@ def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = No
 
 
 def choose(
-    weights: Mapping[tuple[int, int], Sequence[Weight]], rows: Iterable[int], dtype: torch.dtype, *, fp8: bool = False
+    weights: Mapping[tuple[int, int], Sequence[Weight]], rows: Sequence[int], dtype: torch.dtype, *, fp8: bool = False
 ) -> int:
     """Choose an algorithm for every shape in `weights` and every number of rows. Results have `dtype`, and so do
     weights unless they are fp8. Returns how many shapes were measured.
@@ -62,17 +51,16 @@ def choose(
         memory = _Memory.open()
         measured = 0
         for (outputs, inner), some in weights.items():
-            for number in rows:
-                shape = Shape(number, outputs, inner, dtype, fp8)
-                if shape in _chosen:
-                    continue
-                if shape not in memory.known:
-                    memory.known[shape] = _fastest(shape, some)
-                    measured += 1
-                if algorithm := memory.known[shape]:
+            shapes = [Shape(number, outputs, inner, dtype, fp8) for number in rows]
+            unknown = [shape for shape in shapes if shape not in memory.known]
+            if unknown:
+                memory.known |= _fastest(unknown, some)
+                measured += len(unknown)
+            for shape in shapes:
+                if (algorithm := memory.known[shape]) and shape not in _chosen:
                     bound = Matmul(shape).bind(algorithm)
-                    x, x_scale = _inputs(shape, some[0])
-                    bound(x, some[0].values, _scales(x_scale, some[0]))  # fails here if it does not work
+                    x, x_scale = inputs(shape, some[0])
+                    bound(x, some[0].values, scales(x_scale, some[0]))  # fails here if it does not work
                     _chosen[shape] = bound
     except (CublasLtError, OSError) as error:
         log.info("products keep PyTorch's algorithms: %s", error)
@@ -85,68 +73,26 @@ def choose(
     return measured
 
 
-def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
-    """The best algorithm, or b"" for PyTorch's own. All are timed once, then the best ones against PyTorch's."""
-    try:
-        matmul = Matmul(shape)
-        algorithms = matmul.algorithms()
-    except CublasLtError as error:  # concerns this shape only: not every GPU has fp8 GEMMs with a scale per row
-        log.info("no algorithms for %s: %s", shape, error)
-        return b""
-    size = weights[0].values.nbytes
-    weights = weights[: 1 if shape.rows > _MANY_ROWS else max(4, _MOST_BYTES // size)]
-    x, x_scale = _inputs(shape, weights[0])
-
-    def seconds(algorithm: bytes, turns: int) -> float:
-        bound = matmul.bind(algorithm)
-        return _seconds(lambda weight: bound(x, weight.values, _scales(x_scale, weight)), weights, turns)
-
-    tried: list[tuple[float, bytes]] = []
-    for algorithm in algorithms:
+def _fastest(shapes: Sequence[Shape], weights: Sequence[Weight]) -> dict[Shape, bytes]:
+    """The best algorithm of each, or b"" for PyTorch's own. All are timed briefly, then the best against PyTorch's."""
+    trials = Trials(shapes, weights)
+    screened = []
+    for shape in shapes:
         try:
-            tried.append((seconds(algorithm, 1), algorithm))
-        except CublasLtError:
-            continue  # this GPU cannot run it
-    best, least = b"", _BETTER * _seconds(partial(_by_pytorch, x, x_scale, shape.dtype), weights, _TURNS)
-    for _, algorithm in sorted(tried)[:_FINALISTS]:
-        if (time := seconds(algorithm, _TURNS)) < least:
-            best, least = algorithm, time
+            matmul = Matmul(shape)
+            screened.append((matmul, trials.screen(matmul, matmul.algorithms())))
+        except CublasLtError as error:  # concerns this shape only: not every GPU has fp8 GEMMs with a scale per row
+            log.info("no algorithms for %s: %s", shape, error)
+    finals = []
+    for matmul, queued in screened:
+        times = queued.results()
+        finals.append((matmul.shape, trials.finals(matmul, sorted(times, key=times.__getitem__)[:_FINALISTS])))
+    best = dict.fromkeys(shapes, b"")
+    for shape, queued in finals:
+        times = queued.results()
+        times[b""] *= _BETTER
+        best[shape] = min(times, key=times.__getitem__)
     return best
-
-
-def _inputs(shape: Shape, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and its scale. x is random, because a GPU that multiplies zeros draws less power and runs faster."""
-    device = weight.values.device
-    x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
-    if not shape.fp8:
-        return x, None
-    return (x * 100).to(weight.values.dtype), torch.full((shape.rows,), 0.01, dtype=torch.float32, device=device)
-
-
-def _scales(x_scale: torch.Tensor | None, weight: Weight) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return None if x_scale is None or weight.scale is None else (x_scale, weight.scale)
-
-
-def _by_pytorch(x: torch.Tensor, x_scale: torch.Tensor | None, dtype: torch.dtype, weight: Weight) -> torch.Tensor:
-    if x_scale is None or weight.scale is None:
-        return F.linear(x, weight.values)
-    return scaled.multiply(x, weight.values.t(), x_scale, weight.scale.unsqueeze(0), None, dtype)
-
-
-def _seconds(multiply: Callable[[Weight], torch.Tensor], weights: Sequence[Weight], turns: int) -> float:
-    """Seconds per GEMM in the fastest round."""
-    times = []
-    for _ in range(turns):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START)
-        multiply(weights[0])
-        start.record()
-        for weight in weights:
-            multiply(weight)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times) / len(weights)
 
 
 class _Memory:

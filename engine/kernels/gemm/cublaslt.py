@@ -11,6 +11,7 @@ another on one stream.
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint16, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
@@ -47,15 +48,20 @@ class CublasLtError(RuntimeError):
     """The library is missing, or refused a call."""
 
 
-class _Algorithm(ctypes.Structure):
+class Algorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t"""
+
     _fields_ = [("data", c_uint64 * 8)]
+
+    def hold(self, algorithm: bytes) -> None:
+        ctypes.memmove(byref(self), algorithm, ctypes.sizeof(self))
 
 
 class _Found(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t"""
 
     _fields_ = [
-        ("algorithm", _Algorithm), ("workspace", c_size_t), ("state", c_int), ("waves", c_float),
+        ("algorithm", Algorithm), ("workspace", c_size_t), ("state", c_int), ("waves", c_float),
         ("reserved", c_int * 4),
     ]  # fmt: skip
 
@@ -78,19 +84,38 @@ class Matmul:
         self._library, self._handle = _library(), _handle()
         self._result = _TYPES[shape.dtype]
         self._operand = _E4M3 if shape.fp8 else self._result
-        self._description = c_void_p()
-        self._call("cublasLtMatmulDescCreate", byref(self._description), c_int(_COMPUTE_32F), c_int(_FLOAT32))
+        self._description = self.description()
         # cuBLAS matrices are column-major: to it, W is [inner, outputs], to be transposed, and x is [inner, rows].
-        self._describe(_TRANSPOSE_A, c_int32(1))
         self._w = self._layout(self._operand, shape.inner, shape.outputs)
         self._x = self._layout(self._operand, shape.inner, shape.rows)
         self._y = self._layout(self._result, shape.outputs, shape.rows)
         self._one, self._zero = c_float(1), c_float(0)
-        if shape.fp8:
-            self._describe(_FAST_SUMS, c_int8(1))
-            for kind, scale in ((_KIND_OF_SCALE_A, _SCALE_OF_A), (_KIND_OF_SCALE_B, _SCALE_OF_B)):
-                self._describe(kind, c_int32(_SCALE_EACH_ROW))
-                self._describe(scale, c_void_p(_workspace(torch.cuda.current_device()).data_ptr()))  # a placeholder
+
+    def description(self, scales: tuple[torch.Tensor, torch.Tensor] | None = None) -> c_void_p:
+        """What the library is told about a GEMM of any number of rows. Until fp8 operands are known, some other memory
+        stands for their scales."""
+        description = c_void_p()
+        self._call("cublasLtMatmulDescCreate", byref(description), c_int(_COMPUTE_32F), c_int(_FLOAT32))
+        self._describe(description, _TRANSPOSE_A, c_int32(1))
+        if self.shape.fp8:
+            self._describe(description, _FAST_SUMS, c_int8(1))
+            any_memory = _workspace(torch.cuda.current_device())
+            x_scale, scale = scales or (any_memory, any_memory)
+            self._describe(description, _KIND_OF_SCALE_A, c_int32(_SCALE_EACH_ROW))
+            self._describe(description, _KIND_OF_SCALE_B, c_int32(_SCALE_EACH_ROW))
+            self._describe(description, _SCALE_OF_A, c_void_p(scale.data_ptr()))
+            self._describe(description, _SCALE_OF_B, c_void_p(x_scale.data_ptr()))
+        return description
+
+    def launch(
+        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, algorithm: Algorithm, description: c_void_p
+    ) -> Callable[[], int]:
+        """A call that launches the GEMM of these tensors, which it does not keep alive, and returns the library's
+        status. It runs the algorithm that `algorithm` holds by then, and does nothing else in Python."""
+        return functools.partial(
+            self._library.cublasLtMatmul, *self._arguments(x, weight, y, description), byref(algorithm),
+            *self._resources(x),
+        )  # fmt: skip
 
     def algorithms(self) -> list[bytes]:
         """The library's suggestions, best guess first, then the variants listed here."""
@@ -104,26 +129,34 @@ class Matmul:
 
     def bind(self, algorithm: bytes) -> "BoundMatmul":
         """The GEMM with this algorithm, ready to be called with tensors."""
-        return BoundMatmul(self, _Algorithm.from_buffer_copy(algorithm))
+        return BoundMatmul(self, Algorithm.from_buffer_copy(algorithm))
 
     def run(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         y: torch.Tensor,
-        algorithm: _Algorithm,
+        algorithm: Algorithm,
         scales: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        workspace = _workspace(x.get_device())
         if scales is not None:
-            self._describe(_SCALE_OF_A, c_void_p(scales[1].data_ptr()))
-            self._describe(_SCALE_OF_B, c_void_p(scales[0].data_ptr()))
+            self._describe(self._description, _SCALE_OF_A, c_void_p(scales[1].data_ptr()))
+            self._describe(self._description, _SCALE_OF_B, c_void_p(scales[0].data_ptr()))
         self._call(
-            "cublasLtMatmul", self._handle, self._description, byref(self._one), c_void_p(weight.data_ptr()), self._w,
-            c_void_p(x.data_ptr()), self._x, byref(self._zero), c_void_p(y.data_ptr()), self._y,
-            c_void_p(y.data_ptr()), self._y, byref(algorithm), c_void_p(workspace.data_ptr()), c_size_t(_WORKSPACE),
-            c_void_p(torch.cuda.current_stream().cuda_stream),
+            "cublasLtMatmul", *self._arguments(x, weight, y, self._description), byref(algorithm), *self._resources(x)
+        )
+
+    def _arguments(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, description: c_void_p) -> tuple:
+        result = c_void_p(y.data_ptr())
+        return (
+            self._handle, description, byref(self._one), c_void_p(weight.data_ptr()), self._w, c_void_p(x.data_ptr()),
+            self._x, byref(self._zero), result, self._y, result, self._y,
         )  # fmt: skip
+
+    @staticmethod
+    def _resources(x: torch.Tensor) -> tuple[c_void_p, c_size_t, c_void_p]:
+        workspace, stream = _workspace(x.get_device()), torch.cuda.current_stream().cuda_stream
+        return c_void_p(workspace.data_ptr()), c_size_t(_WORKSPACE), c_void_p(stream)
 
     def _named(self, limit: int) -> list[bytes]:
         """What the library's heuristic suggests for this many bytes of workspace."""
@@ -145,7 +178,7 @@ class Matmul:
 
     def _form(self, tile: int, cluster: int) -> bytes | None:
         """The algorithm with this tile and cluster, or None if the GPU or the shape does not allow it."""
-        algorithm = _Algorithm()
+        algorithm = Algorithm()
         types = (self._operand, self._operand, self._result, self._result)
         if self._library.cublasLtMatmulAlgoInit(
             self._handle, c_int(_COMPUTE_32F), c_int(_FLOAT32), *map(c_int, types), c_int(_ON_HOPPER), byref(algorithm)
@@ -164,11 +197,9 @@ class Matmul:
             return None
         return bytes(algorithm) if found.state == 0 and found.workspace <= _WORKSPACE else None
 
-    def _describe(self, name: int, value: Any) -> None:
-        self._call(
-            "cublasLtMatmulDescSetAttribute", self._description, c_int(name), byref(value),
-            c_size_t(ctypes.sizeof(value)),
-        )  # fmt: skip
+    def _describe(self, description: c_void_p, name: int, value: Any) -> None:
+        size = c_size_t(ctypes.sizeof(value))
+        self._call("cublasLtMatmulDescSetAttribute", description, c_int(name), byref(value), size)
 
     def _layout(self, kind: int, rows: int, columns: int) -> c_void_p:
         layout = c_void_p()
@@ -186,7 +217,7 @@ class BoundMatmul:
     """x [rows, inner], W [outputs, inner] -> [rows, outputs], by one algorithm. fp8 tensors have float32 scales: x's
     [rows] and W's [outputs]."""
 
-    def __init__(self, matmul: Matmul, algorithm: _Algorithm) -> None:
+    def __init__(self, matmul: Matmul, algorithm: Algorithm) -> None:
         self._matmul, self._algorithm = matmul, algorithm
 
     def __call__(

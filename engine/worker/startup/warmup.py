@@ -17,6 +17,7 @@ from engine.kernels.attention.decode import SMALL_BATCH, num_splits
 from engine.kernels.gemm import autotune, cublaslt
 from engine.kernels.gemm.packed import group_scaled
 from engine.kernels.gemm.small_batch import PRODUCT_ROWS
+from engine.kernels.gemm.trials import Weight
 from engine.kernels.runtime.compile_ahead import compile_ahead
 from engine.kernels.runtime.launcher import Job, recording, target_of
 from engine.layers.linear import Linear
@@ -75,7 +76,7 @@ def needed_kernels(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPla
 def choose_matmuls(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tokens: int) -> None:
     """Measure which cuBLASLt algorithms are fastest for decode steps, before their graphs are recorded, and for full
     steps, because nearly all steps are full while there are prompts. `dtype`: that of activations."""
-    kinds: dict[torch.dtype, dict[tuple[int, int], list[autotune.Weight]]] = {}
+    kinds: dict[torch.dtype, dict[tuple[int, int], list[Weight]]] = {}
     for module in model.modules():
         if not isinstance(module, Linear) or module.out_features > _CHOSEN_OUTPUTS:
             continue

@@ -7,6 +7,7 @@ import torch
 
 from engine.kernels.gemm import autotune, cublaslt
 from engine.kernels.gemm.cublaslt import Shape
+from engine.kernels.gemm.trials import Weight
 from engine.layers.linear import Linear
 from engine.layers.quant.fp8 import FP8, ON_FP8_UNITS
 from engine.layers.quant.unquantized import ON_GPU
@@ -26,7 +27,7 @@ def test_without_the_library_nothing_is_chosen(monkeypatch):
     monkeypatch.setattr(cublaslt, "_library", missing)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     weight = torch.randn(8, 4, dtype=torch.bfloat16)
-    assert autotune.choose({(8, 4): [autotune.Weight(weight, None)]}, [48], torch.bfloat16) == 0
+    assert autotune.choose({(8, 4): [Weight(weight, None)]}, [48], torch.bfloat16) == 0
     assert autotune.chosen(torch.randn(48, 4, dtype=torch.bfloat16), weight) is None
 
 
@@ -38,7 +39,9 @@ def test_a_shape_that_the_library_has_nothing_for_keeps_pytorch_s_product(monkey
 
     monkeypatch.setattr(cublaslt.Matmul, "__init__", lambda product, shape: None)
     monkeypatch.setattr(cublaslt.Matmul, "algorithms", nothing)
-    assert autotune._fastest(Shape(48, 8, 4, torch.bfloat16, True), []) == b""
+    shapes = [Shape(rows, 8, 4, torch.bfloat16, True) for rows in (48, 64)]
+    weight = Weight(torch.zeros(8, 4).to(FP8), torch.ones(8))
+    assert autotune._fastest(shapes, [weight]) == dict.fromkeys(shapes, b"")
 
 
 def test_what_was_found_is_read_back_and_a_damaged_file_is_not(monkeypatch, tmp_path, caplog):
@@ -63,8 +66,8 @@ def test_a_first_start_keeps_what_it_measured_and_a_cache_that_takes_nothing_cos
     """The operator's cache directory is not there until something is put into it."""
     monkeypatch.setattr(cublaslt, "version", lambda: 130100)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-    monkeypatch.setattr(autotune, "_fastest", lambda shape, weights: b"")
-    weights = {(8, 4): [autotune.Weight(torch.randn(8, 4, dtype=torch.bfloat16), None)]}
+    monkeypatch.setattr(autotune, "_fastest", lambda shapes, weights: dict.fromkeys(shapes, b""))
+    weights = {(8, 4): [Weight(torch.randn(8, 4, dtype=torch.bfloat16), None)]}
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache/triton"))
     assert autotune.choose(weights, [48], torch.bfloat16) == 1
     assert autotune.choose(weights, [48], torch.bfloat16) == 0, "the next start knows it"
