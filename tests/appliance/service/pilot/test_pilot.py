@@ -55,8 +55,8 @@ class Users:
         self.layout = layout
         self.one = api_keys.add(layout.api_keys, "one")
         self.team = api_keys.add(layout.api_keys, "team", group="search")
-        # One context of TLS, made here: a job is forked beside our thread, and what OpenSSL locks while one is made stays
-        # locked in the job.
+        # One context of TLS, made here: jobs are forked beside our thread. What OpenSSL locks while a context is made
+        # would stay locked in the job, which then hangs for ever.
         self._http = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask_on, daemon=True)
