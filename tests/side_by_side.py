@@ -78,9 +78,9 @@ TESTS = {
     "processes": Part(pytest(*PROCESSES), ONE_THREAD),
     "bundles": Part(pytest("tests/offline_bundle")),
     "models": Part(pytest("tests/engine/models", "tests/engine/test_oracle.py"), ONE_THREAD),
-    "killed installs": Part(pytest(*KILLED_INSTALLS)),
     "server": Part(pytest("tests/engine/server", *without([*PROCESSES, CONNECTIONS]), schemathesis=True), ONE_THREAD),
     "appliance": Part(pytest("tests/appliance", "--ignore=tests/appliance/service", "tests/test_imports.py")),
+    "killed installs": Part(pytest(*KILLED_INSTALLS)),
     "fuzzers": Part(pytest("tests/fuzz")),
 }
 # GPU kernels and the steps around them, in Triton's interpreter.

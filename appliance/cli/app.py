@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command, get_group
 
+from appliance.cli import PROGRAMS
 from appliance.cli.common import say
 from appliance.cli.language.commands import Commands, Group
 from appliance.cli.language.engine_programs import engine_speaks
@@ -129,25 +130,25 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "Develop": {
         "serve": (
-            "engine.server.cli.serve", "main",
+            PROGRAMS["serve"], "main",
             "Serve a model directory as an OpenAI endpoint (flags as in 'vllm serve').",
         ),
     },
     "": {
         "engine": (
-            "engine.server.process.engine_process", "main",
+            PROGRAMS["engine"], "main",
             "Run the engine of one model behind a Unix socket (units do).",
         ),
         "gateway": (
-            "engine.server.gateway.gateway", "main",
+            PROGRAMS["gateway"], "main",
             "Serve HTTP in front of the engines of this server (units do).",
         ),
         "gpu-ready": (
-            "engine.server.process.gpu_ready", "main",
+            PROGRAMS["gpu-ready"], "main",
             "Wait until the GPU can be used; exit 0 when it can (units do).",
         ),
         "sampler": (
-            "appliance.series.sampler", "main",
+            PROGRAMS["sampler"], "main",
             "Keep the history of /metrics (a unit does).",
         ),
         "settle": (

@@ -235,6 +235,13 @@ async def test_leaving_works_in_every_step_and_dialog(empty: Wizard, position: i
         assert not empty.is_running or empty._exit
 
 
+@pytest.mark.parametrize("position", STEPS[1:])
+async def test_leaving_works_while_a_step_opens(empty: Wizard, position: int) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        empty.open_step(position)  # it ends before the step's pane is mounted
+
+
 @pytest.mark.parametrize(("position", "keys", "screen"), [
     (0, ["f3"], CommandPalette), (5, ["g"], Form), (6, ["p"], Pick), (0, ["f8"], Read), (0, ["f12"], Dashboard),
     (0, ["f12", "slash"], Ask), (0, ["f12", "f9"], Pick),

@@ -115,7 +115,7 @@ async def test_from_nothing_to_a_signed_pilot(layout: Layout, tmp_path: Path) ->
         await pilot.press(*"ttft=20s", "enter", "enter", "enter")  # what is selected gives way
         await until(pilot, lambda: app.body.query_one(Trials).display and "Requests/s" in seen(app), 120)
         await green("tune")
-        assert "Before" in seen(app)
+        await until(pilot, lambda: "Before" in seen(app))  # the state is green before it is drawn
 
         await pilot.press("enter", "g")
         await until(pilot, lambda: isinstance(app.screen, Form))

@@ -74,7 +74,7 @@ class Checklist(Told, Screen[None]):
 
     def _tell_keys(self) -> None:
         body = self.pane.current
-        if body is None:
+        if body is None or not body.is_open:
             return
         forward = body.forward()
         self.query_one(NoteLine).note = self.front.note or forward.why_not

@@ -50,12 +50,14 @@ class Body(Told, Vertical):
 
     @property
     def is_open(self) -> bool:
-        return self.display
+        """Visible, with all its parts. A program that ends mounts nothing more, and takes away what there is."""
+        return self.is_mounted and self.display
 
     def open(self) -> None:
         """Called when it becomes visible."""
-        self.draw()
-        self.focus_first()
+        if self.is_open:
+            self.draw()
+            self.focus_first()
 
     def focus_first(self) -> None:
         return

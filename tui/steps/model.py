@@ -75,8 +75,10 @@ class ModelBody(StepBody):
         self.offers, self.uses, self.problem, self.looked = found, known, problem, True
         if not self._is_chosen_yet() and len(found) == 1:
             self._drawn = None
+        if not self.is_open:
+            return
         self.draw()
-        if self.is_open and len(found) > 1 and not self._chosen_paths() and self.screen.is_current:
+        if len(found) > 1 and not self._chosen_paths() and self.screen.is_current:
             self.query_one("#offers", Table).focus()
 
     # -- drawing

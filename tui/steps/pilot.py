@@ -75,7 +75,8 @@ class PilotBody(StepBody):
 
     def _looked(self, found: "PilotBoard | None", problem: InstallError | None) -> None:
         self.board, self.problem = found or self.board, problem
-        self.draw()
+        if self.is_open:
+            self.draw()
 
     def _watched(self) -> None:
         super()._watched()

@@ -83,7 +83,8 @@ class TuneBody(StepBody):
         self.problem = problem
         if self.board is not None and self.board.card is not None:
             self._set_knobs(self.board.knobs)
-        self.draw()
+        if self.is_open:
+            self.draw()
 
     # -- the knobs
 

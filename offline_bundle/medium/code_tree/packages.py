@@ -8,6 +8,7 @@ from offline_bundle.medium.code_tree.bytecode import make_bytecode
 from offline_bundle.medium.code_tree.tools import free, processors, python, run_all, t, tag, write
 
 MAX_PIPS = 4  # with more, the disk becomes the limit
+SHARE = 4 << 20  # bytes of wheels that a second pip is worth: each takes most of a second to start
 
 # Only needed to compile against the packages, which no server does; half of all files.
 BUILD_ONLY = ("lib/bin", "lib/torch/include")
@@ -75,12 +76,17 @@ def _temporary(partial, number):
 def _shares(facts):
     """The lines of the signed list of requirements, in about equal parts by the size of the wheels."""
     sizes = {f["sha256"]: f["size"] for f in facts["manifest"]["files"]}
+
+    def size(line):
+        return sizes.get(line.rpartition("sha256:")[2].strip(), 0)
+
     with open(os.path.join(facts["incoming"], "requirements", f"{tag()}.txt"), encoding="ascii") as file:
-        lines = sorted(file, key=lambda line: -sizes.get(line.rpartition("sha256:")[2].strip(), 0))
-    shares = [[0, []] for _ in range(min(processors(), MAX_PIPS, len(lines)))]
+        lines = sorted(file, key=size, reverse=True)
+    total = sum(map(size, lines))
+    shares = [[0, []] for _ in range(min(processors(), MAX_PIPS, len(lines), 1 + total // SHARE))]
     for line in lines:
         least = min(shares, key=lambda share: share[0])
-        least[0] += sizes.get(line.rpartition("sha256:")[2].strip(), 0)
+        least[0] += size(line)
         least[1].append(line)
     return [lines for _, lines in shares]
 

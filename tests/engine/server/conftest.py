@@ -1,31 +1,14 @@
 """Fixtures of the HTTP surface: the real tokenizer, and gateways in front of real engine processes."""
 
-import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from gateways import RunningServer, engine_process
-from httpx._transports import default as httpx_transport
 
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel
-
-
-@pytest.fixture(scope="session", autouse=True)
-def clients_share_the_usual_tls_context() -> Iterator[None]:
-    """httpx reads the world's authorities for every client (18 ms), also where it speaks plain HTTP, as nearly all of
-    the thousands of clients here."""
-    real = httpx_transport.create_ssl_context
-    usual = real()
-
-    def shared(verify: ssl.SSLContext | str | bool = True, **rest: object) -> ssl.SSLContext:
-        return usual if verify is True and not rest.get("cert") else real(verify, **rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(httpx_transport, "create_ssl_context", shared)
-        yield
 
 
 @pytest.fixture(scope="session")
