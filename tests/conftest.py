@@ -8,9 +8,11 @@ import gc
 import json
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ports
 import pytest
@@ -43,8 +45,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     if (transports := sys.modules.get("httpx._transports.default")) is not None:
-        # A request without a client makes a context of TLS: 19 ms for authorities that no service of a test knows.
-        transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+        transports.create_ssl_context = _sharing_the_default(transports.create_ssl_context)
+
+
+def _sharing_the_default(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
+    """httpx reads the public authorities for each client (19 ms), even where it speaks plain HTTP."""
+    default = functools.cache(create)
+
+    def shared(verify: ssl.SSLContext | str | bool = True, **rest: Any) -> ssl.SSLContext:
+        return default() if verify is True and not rest.get("cert") else create(verify, **rest)
+
+    return shared
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

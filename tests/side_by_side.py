@@ -102,11 +102,11 @@ ANSWERS = os.environ.get("PYTEST", "").split() or [
     f"tests/engine/{name}.py" for name in ("layers/test_fp16_weight", "test_llm", "server/openai/test_openai_client")
 ]
 CPUS = {
-    "as all that this CPU has": {"ONEDNN_MAX_CPU_ISA": "DEFAULT"},  # `make test` does without AMX
+    "with every instruction of this CPU": {"ONEDNN_MAX_CPU_ISA": "DEFAULT"},  # `make test` runs without AMX
     "as a CPU without bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "as a CPU with AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2",
                            "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"},
-    "by PyTorch's plainest kernels": {"ATEN_CPU_CAPABILITY": "default"},
+    "with PyTorch's portable kernels": {"ATEN_CPU_CAPABILITY": "default"},
 }  # fmt: skip
 # Of `make test-appliance` the part for which there is time: one distribution, and no kills.
 MACHINES = ["tests/boot", "--ignore=tests/boot/test_boot_kill.py"]

@@ -92,15 +92,15 @@ class Matmul:
         self._one, self._zero = c_float(1), c_float(0)
 
     def description(self, scales: tuple[torch.Tensor, torch.Tensor] | None = None) -> c_void_p:
-        """What the library is told about a GEMM of any number of rows. Until fp8 operands are known, some other memory
-        stands for their scales."""
+        """A description of the GEMM for the library; it does not depend on the number of rows. The library checks the
+        pointers to fp8 scales before any are known: without `scales` they point to the workspace."""
         description = c_void_p()
         self._call("cublasLtMatmulDescCreate", byref(description), c_int(_COMPUTE_32F), c_int(_FLOAT32))
         self._describe(description, _TRANSPOSE_A, c_int32(1))
         if self.shape.fp8:
             self._describe(description, _FAST_SUMS, c_int8(1))
-            any_memory = _workspace(torch.cuda.current_device())
-            x_scale, scale = scales or (any_memory, any_memory)
+            workspace = _workspace(torch.cuda.current_device())
+            x_scale, scale = scales or (workspace, workspace)
             self._describe(description, _KIND_OF_SCALE_A, c_int32(_SCALE_EACH_ROW))
             self._describe(description, _KIND_OF_SCALE_B, c_int32(_SCALE_EACH_ROW))
             self._describe(description, _SCALE_OF_A, c_void_p(scale.data_ptr()))
@@ -110,8 +110,8 @@ class Matmul:
     def launch(
         self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, algorithm: Algorithm, description: c_void_p
     ) -> Callable[[], int]:
-        """A call that launches the GEMM of these tensors, which it does not keep alive, and returns the library's
-        status. It runs the algorithm that `algorithm` holds by then, and does nothing else in Python."""
+        """A function that launches the GEMM with all arguments prepared, and returns the library's status. It reads
+        `algorithm` when it is called. The caller keeps the tensors alive."""
         return functools.partial(
             self._library.cublasLtMatmul, *self._arguments(x, weight, y, description), byref(algorithm),
             *self._resources(x),
