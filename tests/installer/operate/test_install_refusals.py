@@ -247,9 +247,7 @@ def test_plan_not_confirmed(site: Site, bundle: Bundles) -> None:
 
 
 def test_port_taken_names_the_process(site: Site, bundle: Bundles) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", site.port))
-        held.listen()
+    with socket.create_server(("127.0.0.1", site.port)):  # also where an ended connection still holds the port
         error = refused(site, bundle(), ExitCode.PREFLIGHT_FAIL)
         assert f"process {os.getpid()}" in error.message
 
