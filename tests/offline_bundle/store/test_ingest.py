@@ -118,13 +118,14 @@ def test_killed_at_random_points_again_and_again(seed: int, pristine: Made, tmp_
             ingest(pristine.path, pristine.trusted, store)
 
         status = in_child(work)
-        if status == 0:
-            break
+        if status == 0:  # what the kills before had left to do was less than this: from the beginning again
+            good(pristine, store)
+            remove_model(store, visible(store)[0])
+            continue
         assert status == -signal.SIGKILL
         kills += 1
         for digest in visible(store):  # the only name that may show is a complete entry
             verify_model(store, digest, pristine.trusted, deep=True)
-    assert kills >= 3
     ingest(pristine.path, pristine.trusted, store)
     good(pristine, store)
 
