@@ -92,8 +92,8 @@ def pairs_product(
     _pairs_kernel(
         (out.shape[0], triton.cdiv(outputs, rows)), x, weight.view(torch.int32), scale, zero, experts, out,
         x.stride(0), N=outputs, K=inner, GROUP=group, MIDDLE=MIDDLE["int4"], PAIR=pair_distance(group), SHARE=share,
-        BLOCK_N=rows, BLOCK_W=min(_WORDS_EACH, max(4, triton.next_power_of_2(inner // 8))), GATE=gate, DP4A=not interpreted(),
-        num_warps=1,
+        BLOCK_N=rows, BLOCK_W=min(_WORDS_EACH, max(4, triton.next_power_of_2(inner // 8))), GATE=gate,
+        DP4A=not interpreted(), num_warps=1,
     )  # fmt: skip
 
 
