@@ -13,7 +13,7 @@ from pathlib import Path
 
 import run_steps  # sets Triton's mode  # isort: skip
 from gpu_kit import checkpoint
-from interpreter import mend, without_overflow_checks
+from interpreter import mend
 from run_steps import as_on_gpu
 
 from engine.config import EngineConfig
@@ -76,5 +76,4 @@ def tokens_of(core):
 
 if __name__ == "__main__":
     mend()
-    without_overflow_checks()
     main()
