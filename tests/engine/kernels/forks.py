@@ -1,9 +1,10 @@
-"""Python processes that are forks of one that has imported PyTorch, Triton and the engine, which takes over a second of
-a processor's time. Each is as new as one that imported them itself.
+"""Python processes that are forks of one that has imported PyTorch, Triton and the engine, which takes two seconds
+of a processor's time. Each is as new as one that imported them itself.
 
     python forks.py MODULE ...      imports them, and runs what lines of JSON on stdin ask for
 """
 
+import gc
 import importlib
 import json
 import os
@@ -88,5 +89,8 @@ def run(words: list[str]) -> None:
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    if "TRITON_INTERPRET" not in os.environ:
+        sys.modules["engine.kernels.runtime.launcher"].load_compiler()
+    gc.freeze()
     if (wanted := serve()) is not None:
         run(wanted)
