@@ -112,15 +112,20 @@ CPUS = {
     "with PyTorch's portable kernels": {"ATEN_CPU_CAPABILITY": "default"},
 }  # fmt: skip
 # Of `make test-appliance` the part for which there is time: one distribution, and no kills.
-MACHINES = ["tests/boot", "--ignore=tests/boot/test_boot_kill.py"]
+LIFE, KILLS = "tests/boot/test_boot_life.py", "tests/boot/test_boot_kill.py"
+MACHINES = {
+    name: Part(pytest("-m", "boot", "-rs", "-v", "--timeout=2400", *paths), {"ATOLL_BOOT_SUITES": "bookworm"},
+               waits=True, shown=True)
+    for name, paths in {
+        "machines that boot, a server's life": [LIFE],
+        "machines that boot, all else": ["tests/boot", *without([LIFE, KILLS])],
+    }.items()
+}  # fmt: skip
 SUITES: dict[str, dict[str, Part]] = {
     "lint": {"lint": Part(["make", "lint"])},
     "tests": TESTS,
     "installations": INSTALLATIONS,
-    "machines": {"machines that boot": Part(
-        pytest("-m", "boot", "-rs", "-v", "--timeout=2400", *MACHINES), {"ATOLL_BOOT_SUITES": "bookworm"},
-        waits=True, shown=True,
-    )},
+    "machines": MACHINES,
     "compile": COMPILED,
     "kernels": OF_KERNELS,
     "cpus": {name: Part(pytest(*ANSWERS), variables) for name, variables in CPUS.items()},
