@@ -3,10 +3,11 @@
     python tests/side_by_side.py [SUITE ...] [PROCESSES]
 
 The suites are those of the make targets; without a name it is `make test`. `.ci/run` names all of them: their parts
-then share one set of processes, and no core waits for the end of a suite. Three processes if nobody says otherwise, and
-two more for the parts that mostly wait. Each part is a process of its own and starts as soon as one is free, in the
-order of the suites. A part that passes prints its last line, one that fails everything. Its CPU seconds include the
-processes that it has waited for; services that outlived the command that started them are not counted.
+then share one set of processes, and no core waits for the end of a suite. Three processes if nobody says otherwise,
+three more for the parts that mostly wait, and one for what only fills the time that all others leave. Each part is a
+process of its own and starts as soon as one is free, in the order of the suites. A part that passes prints its last
+line, one that fails everything. Its CPU seconds include the processes that it has waited for; services that outlived
+the command that started them are not counted.
 The exit status is 1 if any part failed.
 """
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WAITING_PROCESSES = 2
+WAITING_PROCESSES = 3
 # Triton's interpreter is one thread of Python. Steps of tiny models are too short to divide, and the threads of three
 # processes wait for one another. Engines with several threads run in the other parts, and in the suite of CPUs.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -31,11 +32,13 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 @dataclass(frozen=True)
 class Part:
     """A process of a suite. `waits`: it takes several times more seconds than CPU seconds, so it starts at once and
-    takes no place from those that compute. `shown`: its output matters even if it passes."""
+    takes no place from those that compute. `fills`: it is long, and nothing in it looks at the clock, so it starts at
+    once and gives way to all others. `shown`: its output matters even if it passes."""
 
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     waits: bool = False
+    fills: bool = False
     shown: bool = False
 
 
@@ -80,7 +83,7 @@ TESTS = {
     "models": Part(pytest("tests/engine/models", "tests/engine/test_oracle.py"), ONE_THREAD),
     "server": Part(pytest("tests/engine/server", *without([*PROCESSES, CONNECTIONS]), schemathesis=True), ONE_THREAD),
     "appliance": Part(pytest("tests/appliance", "--ignore=tests/appliance/service", "tests/test_imports.py")),
-    "killed installs": Part(pytest(*KILLED_INSTALLS)),
+    "killed installs": Part(pytest(*KILLED_INSTALLS), waits=True),
     "fuzzers": Part(pytest("tests/fuzz")),
 }
 # GPU kernels and the steps around them, in Triton's interpreter.
@@ -91,12 +94,12 @@ OF_KERNELS = {
 }
 # Real installations, tuned, verified, piloted, and killed in between.
 INSTALLATIONS = {
-    "installations, killed while tuning": Part(pytest("-m", "slow", KILLED)),
-    "installations, tuned": Part(pytest("-m", "slow", TUNING, f"--deselect={KILLED}")),
-    "installations, in a terminal": Part(pytest("-m", "slow", "tests/tui/test_wizard_real.py")),
-    "installations, verified and piloted": Part(pytest("-m", "slow", *VERIFIED)),
+    "installations, tuned": Part(pytest("-m", "slow", TUNING, f"--deselect={KILLED}"), waits=True),
+    "installations, killed while tuning": Part(pytest("-m", "slow", KILLED), waits=True),
+    "installations, verified and piloted": Part(pytest("-m", "slow", *VERIFIED), waits=True),
+    "installations, in a terminal": Part(pytest("-m", "slow", "tests/tui/test_wizard_real.py"), waits=True),
 }
-COMPILED = {"kernels, compiled": Part(pytest("-m", "slow", f"{KERNELS}/test_triton_compile.py"))}
+COMPILED = {"kernels, compiled": Part(pytest("-m", "slow", f"{KERNELS}/test_triton_compile.py"), fills=True)}
 # What a model answers, as kinds of CPUs compute it. Variables limit oneDNN, PyTorch's own kernels and FBGEMM.
 ANSWERS = os.environ.get("PYTEST", "").split() or [
     f"tests/engine/{name}.py" for name in ("layers/test_fp16_weight", "test_llm", "server/openai/test_openai_client")
@@ -109,15 +112,20 @@ CPUS = {
     "with PyTorch's portable kernels": {"ATEN_CPU_CAPABILITY": "default"},
 }  # fmt: skip
 # Of `make test-appliance` the part for which there is time: one distribution, and no kills.
-MACHINES = ["tests/boot", "--ignore=tests/boot/test_boot_kill.py"]
+LIFE, KILLS = "tests/boot/test_boot_life.py", "tests/boot/test_boot_kill.py"
+MACHINES = {
+    name: Part(pytest("-m", "boot", "-rs", "-v", "--timeout=2400", *paths), {"ATOLL_BOOT_SUITES": "bookworm"},
+               waits=True, shown=True)
+    for name, paths in {
+        "machines that boot, a server's life": [LIFE],
+        "machines that boot, all else": ["tests/boot", *without([LIFE, KILLS])],
+    }.items()
+}  # fmt: skip
 SUITES: dict[str, dict[str, Part]] = {
     "lint": {"lint": Part(["make", "lint"])},
     "tests": TESTS,
     "installations": INSTALLATIONS,
-    "machines": {"machines that boot": Part(
-        pytest("-m", "boot", "-rs", "-v", "--timeout=2400", *MACHINES), {"ATOLL_BOOT_SUITES": "bookworm"},
-        waits=True, shown=True,
-    )},
+    "machines": MACHINES,
     "compile": COMPILED,
     "kernels": OF_KERNELS,
     "cpus": {name: Part(pytest(*ANSWERS), variables) for name, variables in CPUS.items()},
@@ -138,8 +146,8 @@ class Run:
             if self._stopped.is_set():
                 return False
             process = subprocess.Popen(
-                part.command, cwd=ROOT, env=os.environ | part.environment, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True,
+                [*(["nice", "-n", "19"] if part.fills else []), *part.command], cwd=ROOT,
+                env=os.environ | part.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
             self._running.add(process)
         assert process.stdout is not None
@@ -176,14 +184,17 @@ def main() -> int:
     for room in ("appliance", "engine", "installer", "offline_bundle", "tui"):
         compileall.compile_dir(ROOT / room, quiet=2, workers=processes)
     began, run = time.monotonic(), Run()
-    computing, waiting = ThreadPoolExecutor(processes), ThreadPoolExecutor(WAITING_PROCESSES)
-    begun = {(suite, name): (waiting if part.waits else computing).submit(run.part, name, part)
-             for suite in suites for name, part in SUITES[suite].items()}  # fmt: skip
+    computing, waiting, filling = map(ThreadPoolExecutor, (processes, WAITING_PROCESSES, 1))
+    begun = {}
+    for suite in suites:
+        for name, part in SUITES[suite].items():
+            pool = waiting if part.waits else filling if part.fills else computing
+            begun[suite, name] = pool.submit(run.part, name, part)
     try:
         results = {key: part.result() for key, part in begun.items()}
     except KeyboardInterrupt:
         run.stop()
-        for pool in (computing, waiting):
+        for pool in (computing, waiting, filling):
             pool.shutdown(cancel_futures=True)
         return 130
     failed = [name for (_, name), passed in results.items() if not passed]

@@ -22,6 +22,7 @@ GPU = torch.device("cuda", 0)
 _HOST = torch.device("cpu")
 _LARGE = 1 << 18  # bytes
 _INDICES = (torch.int32, torch.int64)  # hardly ever of weights, so small enough to be set to zero
+_MAY_NAME_A_DEVICE = (torch.device, tuple, list, dict)  # most calls have only tensors and numbers
 _FACTORIES = ("zeros", "ones", "full", "arange", "randn", "rand")
 
 
@@ -60,7 +61,8 @@ class _SaysGpu(TorchFunctionMode):
             return args[0]
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
-        args, kwargs = tree_map_only(torch.device, _here, (args, kwargs))
+        if any(isinstance(value, _MAY_NAME_A_DEVICE) for value in (*args, *kwargs.values())):
+            args, kwargs = tree_map_only(torch.device, _here, (args, kwargs))
         return func(*args, **kwargs)
 
 

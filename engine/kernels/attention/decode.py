@@ -3,9 +3,10 @@
     rows, seq_lens     [B] int32: the block-table row of each sequence, and its length including the step's token
 
 The G = Hq / Hkv query heads that share a key head are the rows of one tile, so K and V are read once for all of them.
-Grid (B, Hkv, SPLITS): a program attends to one slice of the sequence; the last of a sequence's programs to finish
+Grid (Hkv, B, SPLITS): a program attends to one slice of the sequence; the last of a sequence's programs to finish
 merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Programs with an empty slice return at once,
-so one captured grid serves any length.
+so one captured grid serves any length. Heads come first in the grid: their keys lie side by side in memory, and what
+runs together then reads whole tokens.
 
 Where sequences share a prefix, attention.shared_prefix has attended to it before. The first slice of a sequence then
 begins with those partial results, and all slices lie behind the prefix.
@@ -32,6 +33,7 @@ from engine.kernels.runtime.gpu_target import LARGE_SHARED
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 SMALL_BATCH = 8  # sequences
+_MANY_SEQUENCES = 64
 _ASKED = 128
 
 
@@ -57,7 +59,7 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, SHARED_TILE: tl.constexpr, ASK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    h, b, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL and ASK > 0:
         # These may be an older step's numbers: the kernel that writes them need not be done. Past the L1 cache, which
         # would keep them.
@@ -239,16 +241,24 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int]:
     """Keys per iteration and pipeline depth, tuned on an H100. Iterations are small for few sequences, so that more
-    programs have work, and where `shared` memory is small, because two programs must fit."""
+    programs have work, and where `shared` memory is small, because two programs must fit. They are large for caches of
+    bytes, which are widened between loading and multiplying: that takes time for each iteration."""
+    few, many = batch <= SMALL_BATCH, batch > _MANY_SEQUENCES
+    if shared >= LARGE_SHARED and itemsize == 1 and not few:
+        if padded_dim > 256:
+            return 32, 2
+        if padded_dim <= 128 or many:
+            return 128, 2
+    if shared >= LARGE_SHARED and itemsize == 2:
+        if padded_dim > 256:
+            return (16 if few else 32), 2
+        if padded_dim == 256 and not few:
+            return 64, 2
+        if many:
+            return 64, 3
     if itemsize == 2 and padded_dim <= 128:
         return 64, 2
-    if itemsize == 2 and padded_dim > 256 and shared >= LARGE_SHARED:
-        return (16 if batch <= SMALL_BATCH else 32), 2
-    if batch <= SMALL_BATCH:
-        return max(16, min(32, 4096 // padded_dim)), 3
-    if itemsize == 2 and padded_dim == 256 and shared >= LARGE_SHARED:
-        return 64, 2
-    return max(16, min(64, 8192 // padded_dim)), 3
+    return max(16, min(32, 4096 // padded_dim) if few else min(64, 8192 // padded_dim)), 3
 
 
 def _asked_tokens(k_cache: torch.Tensor, batch: int, shared: Shared | None) -> int:
@@ -300,7 +310,7 @@ def decode(
         lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
     assert shared is None or window is None
     _decode_kernel(
-        (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
+        (kv_heads, batch, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
         *((None, None, None) if shared is None else (shared.tokens, shared.part, shared.lse)),
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0, shortest,

@@ -12,6 +12,7 @@ only what has changed is compiled. The file is replaced by what this run found, 
 Run by test_triton_compile.py in a process of its own, without the interpreter.
 """
 
+import gc
 import hashlib
 import inspect
 import json
@@ -43,8 +44,9 @@ from engine.kernels.runtime.gpu_target import Target
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
-def zeros(*shape, dtype=BF16):
-    return torch.zeros(*shape, dtype=dtype)
+def blank(*shape, dtype=BF16):
+    """Nobody reads what stands there."""
+    return torch.empty(*shape, dtype=dtype)
 
 
 def numbers(*shape):
@@ -58,15 +60,15 @@ def of_int8(cache):
 
 
 def attend(dim, group, cache, *, batch=4, **options):
-    q, kv = zeros(batch, group, dim), zeros(2, 16, 1, dim, dtype=cache)
+    q, kv = blank(batch, group, dim), blank(2, 16, 1, dim, dtype=cache)
     options |= of_int8(kv)
     n, table = numbers(batch), numbers(batch, 4)
     options = {"scale": 0.1, **options}
     attention_decode.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
     if dim <= shared_prefix.LARGEST_HEAD and "window" not in options:
-        for splits in (1, 4):
+        for splits in (4,) if batch <= attention_decode.SMALL_BATCH else (1, 4):  # few sequences are sliced
             shared_prefix.decode_shared(
-                q, kv, kv, n, n, n, table, torch.empty_like(q), splits=splits, prefix_splits=8 // splits, **options
+                q, kv, kv, n, n, n, table, torch.empty_like(q), splits=splits, prefix_splits=8, **options
             )
     if batch > attention_decode.SMALL_BATCH:
         return
@@ -84,107 +86,107 @@ def attend(dim, group, cache, *, batch=4, **options):
 
 
 def rope(dim, cache, normed):
-    kv, angle = zeros(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, dim // 2)
-    weight = zeros(dim) if normed else None
+    kv, angle = blank(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, dim // 2)
+    weight = blank(dim) if normed else None
     fused.rope_and_write_kv(
-        zeros(3, 8 * dim), angle, angle, numbers(3).long(), numbers(3).long(), kv, kv, 4, q_norm=weight, k_norm=weight,
+        blank(3, 8 * dim), angle, angle, numbers(3).long(), numbers(3).long(), kv, kv, 4, q_norm=weight, k_norm=weight,
         **of_int8(kv),
     )  # fmt: skip
 
 
 def heads(dim, cache, pairs, distance, **options):
-    kv, angle, weight = zeros(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, pairs), zeros(dim)
+    kv, angle, weight = blank(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, pairs), blank(dim)
     i = numbers(3).long()
     attention_heads.heads_and_write_kv(
-        zeros(3, 8 * dim), angle, angle, distance, i, i, kv, kv, 4, q_norm=weight, k_norm=weight, **of_int8(kv),
+        blank(3, 8 * dim), angle, angle, distance, i, i, kv, kv, 4, q_norm=weight, k_norm=weight, **of_int8(kv),
         **options,
     )  # fmt: skip
 
 
 def post_norm(size, following, **options):
-    x, weight = zeros(3, size), zeros(size)
+    x, weight = blank(3, size), blank(size)
     branch = (weight, x, weight) if following > 1 else None
     norm.post_norm(
-        x, weight, x, [weight] * following, 1e-6, 0.0, branch=branch, scalar=zeros(1), **options
+        x, weight, x, [weight] * following, 1e-6, 0.0, branch=branch, scalar=blank(1), **options
     )
 
 
 def experts(num_experts, top_k, hidden, inner, dtype, tokens, **options):
-    w13, w2 = zeros(num_experts, 2 * inner, hidden, dtype=dtype), zeros(num_experts, hidden, inner, dtype=dtype)
+    w13, w2 = blank(num_experts, 2 * inner, hidden, dtype=dtype), blank(num_experts, hidden, inner, dtype=dtype)
     scales = [torch.zeros(w.shape[:2]) for w in (w13, w2)] if dtype == FP8 else []
-    routing = moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
-    moe_experts.routed_experts(zeros(tokens, hidden), *routing, w13, w2, *scales, **options)
+    routing = moe_experts.choose_experts(blank(tokens, num_experts), top_k)
+    moe_experts.routed_experts(blank(tokens, hidden), *routing, w13, w2, *scales, **options)
 
 
 def few_tokens(num_experts, top_k, hidden, inner, width, dtype, tokens, *, factor, **options):
     def weight(*shape):
-        return zeros(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
+        return blank(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
 
     (w13, scale13), (w2, scale2) = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
-    x, dense = zeros(tokens, hidden), None
+    x, dense = blank(tokens, hidden), None
     if width:
-        extra = zeros(1, hidden) if factor else None
+        extra = blank(1, hidden) if factor else None
         dense = moe_decode.DenseBranch(*weight(2 * width, hidden), *weight(hidden, width), extra)
     moe_few_tokens.sparse_block(
-        x, zeros(num_experts, hidden), w13, w2, scale13, scale2, for_router=x, top_k=top_k, dense=dense, **options
+        x, blank(num_experts, hidden), w13, w2, scale13, scale2, for_router=x, top_k=top_k, dense=dense, **options
     )
 
 
 def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, factor, **options):
     def weight(*shape):
-        return zeros(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
+        return blank(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
 
     (w13, scale13), (w2, scale2) = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
-    x, dense = zeros(tokens, hidden), None
+    x, dense = blank(tokens, hidden), None
     if width:
-        extra = zeros(1, hidden) if factor else None
+        extra = blank(1, hidden) if factor else None
         dense = moe_decode.DenseBranch(*weight(2 * width, hidden), *weight(hidden, width), extra)
     if factor:
-        options |= {"norm": moe_decode.Norm(zeros(hidden), 1e-6, 1.0), "residual": x}
+        options |= {"norm": moe_decode.Norm(blank(hidden), 1e-6, 1.0), "residual": x}
     moe_decode.sparse_block(
-        x, zeros(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, dense=dense, **options
+        x, blank(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, dense=dense, **options
     )
 
 
 def experts_in_blocks(num_experts, top_k, hidden, inner, width, tokens, **options):
     def weight(first, halves, rows, columns):
         scale = torch.zeros(*first, halves * -(-rows // 128), -(-columns // 128))
-        return zeros(*first, halves * rows, columns, dtype=FP8), scale
+        return blank(*first, halves * rows, columns, dtype=FP8), scale
 
     (w13, scale13), (w2, scale2) = weight((num_experts,), 2, inner, hidden), weight((num_experts,), 1, hidden, inner)
-    x, routing = zeros(tokens, hidden), moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
+    x, routing = blank(tokens, hidden), moe_experts.choose_experts(blank(tokens, num_experts), top_k)
     moe_experts.routed_experts(x, *routing, w13, w2, scale13, scale2, **options)
     if width:
-        dense = moe_decode.DenseBranch(*weight((), 2, width, hidden), *weight((), 1, hidden, width), zeros(1, hidden))
-        norm = moe_decode.Norm(zeros(hidden), 1e-6, 1.0)
+        dense = moe_decode.DenseBranch(*weight((), 2, width, hidden), *weight((), 1, hidden, width), blank(1, hidden))
+        norm = moe_decode.Norm(blank(hidden), 1e-6, 1.0)
         moe_decode.sparse_block(
-            x, zeros(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, dense=dense, norm=norm, residual=x
+            x, blank(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, dense=dense, norm=norm, residual=x
         )
 
 
 def experts_in_int4(num_experts, top_k, hidden, inner, group, tokens, *, with_zeros=False, **options):
     def weight(rows, columns):
-        return zeros(num_experts, rows, columns // 2, dtype=torch.uint8), zeros(num_experts, rows, columns // group)
+        return blank(num_experts, rows, columns // 2, dtype=torch.uint8), blank(num_experts, rows, columns // group)
 
     (w13, scale13), (w2, scale2) = weight(2 * inner, hidden), weight(hidden, inner)
-    routing = moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
+    routing = moe_experts.choose_experts(blank(tokens, num_experts), top_k)
     if with_zeros:
-        options["zeros"] = tuple(zeros(*scale.shape, dtype=torch.uint8) for scale in (scale13, scale2))
-    moe_experts.routed_experts(zeros(tokens, hidden), *routing, w13, w2, scale13, scale2, **options)
+        options["zeros"] = tuple(blank(*scale.shape, dtype=torch.uint8) for scale in (scale13, scale2))
+    moe_experts.routed_experts(blank(tokens, hidden), *routing, w13, w2, scale13, scale2, **options)
 
 
 def delta():
     shape = gated_delta.DeltaShape(16, 48, 128, 128)
-    qkv, ba, conv = zeros(70, 16384)[:, :10240], zeros(70, 96), zeros(10240, 4)
+    qkv, ba, conv = blank(70, 16384)[:, :10240], blank(70, 96), blank(10240, 4)
     heads, i = torch.zeros(48), numbers(70).long()
-    states = torch.zeros(3, 48, 128, 128), zeros(3, 4, 10240)
-    arguments = qkv, ba, conv, heads, heads, i, i[:2], *states, shape, zeros(70, 48, 128)
+    states = torch.zeros(3, 48, 128, 128), blank(3, 4, 10240)
+    arguments = qkv, ba, conv, heads, heads, i, i[:2], *states, shape, blank(70, 48, 128)
     gated_delta.decode(*arguments)
     gated_delta.decode(*arguments, early=True)
     mixed = {"q_starts": i[:2], "counts": i[:2]}
     gated_delta.decode(*arguments, **mixed, block_v=64)
     gated_delta.prefill(*arguments, **mixed, chunks=gated_delta.plan_chunks(i[:2], 2))
-    norm.gated_rms_norm(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
+    norm.gated_rms_norm(blank(3, 48, 128), blank(3, 16384)[:, 10240:], blank(128), 1e-6)
 
 
 def run_all(gpu):
@@ -201,21 +203,21 @@ def run_all(gpu):
     heads(256, BF16, 32, 32, offset=1.0)
     heads(512, BF16, 64, 256, v_norm=True, k_eq_v=True, keep=True)
     heads(512, BF16, 64, 256, own_kv=False)
-    small_batch.gemv(zeros(1, 1024), zeros(96, 1024))
-    small_batch.gemv(zeros(4, 960), zeros(100, 960), None, zeros(100), gate="silu")
-    small_batch.gemv(zeros(1, 4096), zeros(24576, 4096), norm=(zeros(4096), 1e-6), gate="silu")
-    small_batch.gemv(zeros(2, 5376), zeros(512, 5376), norm=(zeros(5376), 1e-6), wide_offset=1.0, gate="gelu_tanh")
-    small_batch.gemv(zeros(2, 3072), zeros(1024, 3072), residual=zeros(2, 1024))
-    small_batch.gemv(zeros(1, 5120), zeros(96, 5120), norm=(zeros(5120), 1e-6), in_order=True)
-    small_batch.small_batch_gemm(zeros(40, 960), zeros(100, 960), zeros(100))
-    batch_invariant.matmul(zeros(40, 960), zeros(100, 960), zeros(100))
-    batch_invariant.matmul(zeros(40, 960, dtype=torch.float32), zeros(100, 960, dtype=torch.float32))
-    small_batch.small_batch_gemm(zeros(128, 4096), zeros(4096, 4096))
-    norm.rms_norm(zeros(3, 960), zeros(960), 1e-6)
-    norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
-    fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu")
-    fused.softcap(zeros(3, 262144), 30.0)
-    host_rows.gather_rows(zeros(4, 8960), numbers(3).long(), 16.0)
+    small_batch.gemv(blank(1, 1024), blank(96, 1024))
+    small_batch.gemv(blank(4, 960), blank(100, 960), None, blank(100), gate="silu")
+    small_batch.gemv(blank(1, 4096), blank(24576, 4096), norm=(blank(4096), 1e-6), gate="silu")
+    small_batch.gemv(blank(2, 5376), blank(512, 5376), norm=(blank(5376), 1e-6), wide_offset=1.0, gate="gelu_tanh")
+    small_batch.gemv(blank(2, 3072), blank(1024, 3072), residual=blank(2, 1024))
+    small_batch.gemv(blank(1, 5120), blank(96, 5120), norm=(blank(5120), 1e-6), in_order=True)
+    small_batch.small_batch_gemm(blank(40, 960), blank(100, 960), blank(100))
+    batch_invariant.matmul(blank(40, 960), blank(100, 960), blank(100))
+    batch_invariant.matmul(blank(40, 960, dtype=torch.float32), blank(100, 960, dtype=torch.float32))
+    small_batch.small_batch_gemm(blank(128, 4096), blank(4096, 4096))
+    norm.rms_norm(blank(3, 960), blank(960), 1e-6)
+    norm.rms_norm(blank(3, 4096), blank(4096), 1e-6, blank(3, 4096))
+    fused.gate_mul(*blank(3, 3000).chunk(2, -1), "silu")
+    fused.softcap(blank(3, 262144), 30.0)
+    host_rows.gather_rows(blank(4, 8960), numbers(3).long(), 16.0)
     post_norm(5376, 1)
     post_norm(2816, 3)
     experts(4, 2, 2048, 768, BF16, 2)
@@ -244,27 +246,27 @@ def run_all(gpu):
 
 def group_scaled_products(kind):
     for outputs in (4096, 6144, 24576):
-        values = zeros(outputs, 4096, dtype=FP8) if kind == "fp8" else zeros(outputs, 2048, dtype=torch.uint8)
-        weight = group_scaled.group_scaled(Packed(kind, 128, values, zeros(outputs, 32)))
+        values = blank(outputs, 4096, dtype=FP8) if kind == "fp8" else blank(outputs, 2048, dtype=torch.uint8)
+        weight = group_scaled.group_scaled(Packed(kind, 128, values, blank(outputs, 32)))
         for rows in (8, 32, 64, 128, 200):
-            group_scaled.gemm(zeros(rows, 4096, dtype=FP8), zeros(rows, dtype=torch.float32), weight, dtype=BF16)
+            group_scaled.gemm(blank(rows, 4096, dtype=FP8), blank(rows, dtype=torch.float32), weight, dtype=BF16)
         if kind == "int4":
             group_scaled.as_e4m3(weight)
     if kind == "fp8":
-        small_batch.gemv(zeros(1, 4096), weight.values, weight.scale, norm=(zeros(4096), 1e-6), gate="silu", block=128)
+        small_batch.gemv(blank(1, 4096), weight.values, weight.scale, norm=(blank(4096), 1e-6), gate="silu", block=128)
 
 
 def packed_products(kind, group, scales):
     width = 4096 if kind in ("int8", "fp8") else 2048
-    values = zeros(4096, width, dtype=FP8 if kind == "fp8" else torch.uint8)
-    scale = zeros(4096, 4096 // group, dtype=scales)
-    zero = zeros(4096, 4096 // group, dtype=torch.uint8) if scales == torch.float16 else None
+    values = blank(4096, width, dtype=FP8 if kind == "fp8" else torch.uint8)
+    scale = blank(4096, 4096 // group, dtype=scales)
+    zero = blank(4096, 4096 // group, dtype=torch.uint8) if scales == torch.float16 else None
     weight = Packed(kind, group, values, scale, zero)
     for rows in (1, 2, 8, 32, 64, 200):
-        matmul.matmul(zeros(rows, 4096), weight)
+        matmul.matmul(blank(rows, 4096), weight)
     if kind == "int4":
-        int4_gemv.gemv(zeros(2, 4096), weight, norm=(zeros(4096), 1e-6), gate="silu")
-        int4_gemv.gemv(zeros(1, 4096), weight, zeros(4096), residual=zeros(1, 4096))
+        int4_gemv.gemv(blank(2, 4096), weight, norm=(blank(4096), 1e-6), gate="silu")
+        int4_gemv.gemv(blank(1, 4096), weight, blank(4096), residual=blank(1, 4096))
     matmul.unpacked(weight, BF16)
 
 
@@ -281,13 +283,13 @@ def with_int8_cache():
 def with_fp8_weights(units):
     """And with a KV cache in fp8. `units`: what meets such weights on matrix units is fp8, too."""
     sparse_block(8, 4, 2048, 512, 512, FP8, 1, factor=True)
-    sparse_block(8, 4, 2816, 704, 2112, FP8, 4, factor=False, gate="gelu_tanh", expert_scale=zeros(8))
+    sparse_block(8, 4, 2816, 704, 2112, FP8, 4, factor=False, gate="gelu_tanh", expert_scale=blank(8))
     experts(4, 2, 2048, 512, FP8, 2)
     experts(4, 2, 2048, 512, FP8, 9)
     experts(4, 2, 2816, 704, FP8, 300)
     experts(128, 8, 2816, 704, FP8, 96)  # of a shape that was measured
     few_tokens(256, 8, 2048, 512, 512, FP8, 64, factor=True)
-    few_tokens(128, 8, 2816, 704, 2112, FP8, 8, factor=False, gate="gelu_tanh", expert_scale=zeros(128))
+    few_tokens(128, 8, 2816, 704, 2112, FP8, 8, factor=False, gate="gelu_tanh", expert_scale=blank(128))
     experts_in_blocks(8, 4, 2048, 512, 512, 1)
     experts_in_blocks(8, 4, 2048, 512, 512, 4)
     experts_in_blocks(8, 4, 2816, 704, 0, 2, gate="gelu_tanh")
@@ -301,36 +303,36 @@ def with_fp8_weights(units):
     attend(512, 8, FP8)
     rope(80, FP8, normed=True)
     heads(256, FP8, 128, 128, v_norm=True, keep=True)
-    small_batch.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
-    weight = zeros(24576, 4096, dtype=FP8)
-    small_batch.gemv(zeros(1, 4096), weight, torch.zeros(24576), norm=(zeros(4096), 1e-6), gate="silu")
-    weight, scale = zeros(4096, 4096, dtype=FP8), torch.zeros(4096)
+    small_batch.gemv(blank(4, 1024), blank(100, 1024, dtype=FP8), torch.zeros(100))
+    weight = blank(24576, 4096, dtype=FP8)
+    small_batch.gemv(blank(1, 4096), weight, torch.zeros(24576), norm=(blank(4096), 1e-6), gate="silu")
+    weight, scale = blank(4096, 4096, dtype=FP8), torch.zeros(4096)
     for rows in (8, 32, 64, 4096):
         if units:
-            x, x_scale = zeros(rows, 4096, dtype=FP8), torch.zeros(rows)
+            x, x_scale = blank(rows, 4096, dtype=FP8), torch.zeros(rows)
             scaled_kernel.scaled_product(x, weight, scale, x_scale=x_scale, dtype=BF16)
         else:
-            scaled_kernel.scaled_product(zeros(rows, 4096), weight, scale)
+            scaled_kernel.scaled_product(blank(rows, 4096), weight, scale)
     if not units:
-        scaled_kernel.scaled_product(zeros(300, 976), zeros(112, 976, dtype=FP8), torch.zeros(112), zeros(112))
+        scaled_kernel.scaled_product(blank(300, 976), blank(112, 976, dtype=FP8), torch.zeros(112), blank(112))
 
 
 def with_fp8_activations():
     both = torch.zeros(64), torch.zeros(100)
-    batch_invariant.matmul(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), scales=both, dtype=BF16)
+    batch_invariant.matmul(blank(64, 1024, dtype=FP8), blank(100, 1024, dtype=FP8), scales=both, dtype=BF16)
     scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
-    small_batch.small_batch_gemm(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
-    quantize.quantize_rows(zeros(3, 960))
-    quantize.quantize_rows(zeros(3, 6144))
+    small_batch.small_batch_gemm(blank(64, 1024, dtype=FP8), blank(100, 1024, dtype=FP8), dtype=BF16, **scales)
+    quantize.quantize_rows(blank(3, 960))
+    quantize.quantize_rows(blank(3, 6144))
     post_norm(5376, 1, quantize=[True])
     post_norm(1536, 0, quantize=[True])
     post_norm(2816, 3, quantize=[True, True])
-    norm.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
-    fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
-    fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
-    norm.gated_rms_norm_to_fp8(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
-    norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096), quantize=True)
-    fused.gate_mul(*zeros(3, 24576).chunk(2, -1), "silu", quantize=True)
+    norm.rms_norm(blank(3, 5120), blank(5120), 1e-6, wide_offset=1.0, quantize=True, plain=blank(3, 5120))
+    fused.gate_mul(blank(3, 21504), blank(3, 21504), "gelu_tanh", quantize=True)
+    fused.gate_mul(blank(3, 6144), blank(3, 6144), "sigmoid", quantize=True)
+    norm.gated_rms_norm_to_fp8(blank(3, 48, 128), blank(3, 16384)[:, 10240:], blank(128), 1e-6)
+    norm.rms_norm(blank(3, 4096), blank(4096), 1e-6, blank(3, 4096), quantize=True)
+    fused.gate_mul(*blank(3, 24576).chunk(2, -1), "silu", quantize=True)
 
 
 def stack_bytes(cubin):
@@ -404,6 +406,7 @@ def main(processes, cache, *names):
     _missing[:] = [missing[key] for key in keys]
     launcher.load_compiler()
     torch.set_num_threads(1)
+    gc.freeze()
     try:
         with ProcessPoolExecutor(int(processes), mp_context=get_context("fork")) as pool:
             for key, result in zip(keys, pool.map(_compiled, range(len(keys))), strict=True):

@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from forks import Forks
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_triton_*.py"]
 os.environ["TRITON_INTERPRET"] = "1"
@@ -21,6 +22,23 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def compiling():
+    """Runs Python in processes in which Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    forks = Forks(["list_steps", "engine.prebuild.__main__", "engine.selftest.run"], environment)
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="session")
+def interpreting():
+    """Runs Python in processes in which Triton interprets."""
+    forks = Forks(["run_steps", "engine.worker.device_runner"], dict(os.environ))
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

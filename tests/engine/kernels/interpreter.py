@@ -6,18 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from remembered_types import remember_types
 
 _DTYPES = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
 }  # fmt: skip
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-
-
-def without_overflow_checks() -> None:
-    """For whole engines: the tests of single kernels look for overflows, at a third of the time."""
-    from triton.runtime import interpreter
-
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
 def _as_float64(interpreter: Any, handle: Any) -> Any:
@@ -53,6 +47,10 @@ def mend(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
     setattr(interpreter, "_convert_float", _converter(interpreter))
     setattr(interpreter, "_get_np_dtype", _dtypes(interpreter))
     setattr(interpreter, "_patch_lang", _patcher(interpreter))
+    # Its check for overflows is one for eyes: without the language's debug option nothing looks at the result.
+    without_checks = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    setattr(interpreter.interpreter_builder, "options", without_checks)
+    remember_types(setattr)
 
 
 def _converter(interpreter: Any) -> Callable:
@@ -90,6 +88,7 @@ def _patcher(interpreter: Any) -> Callable:
     a kernel's helper: a third of the time. Once a launch is enough."""
     original, tl = interpreter._patch_lang, interpreter.tl
     patched: set[frozenset[int]] = set()
+    languages: dict[Callable, frozenset[int]] = {}
 
     class Scope(interpreter._LangPatchScope):
         def restore(self) -> None:
@@ -97,8 +96,10 @@ def _patcher(interpreter: Any) -> Callable:
             patched.clear()
 
     def patch_lang(fn):
-        names = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
-        scope = Scope()
+        if fn not in languages:
+            values = fn.__globals__.values()
+            languages[fn] = frozenset(id(value) for value in values if value is tl or value is tl.core)
+        names, scope = languages[fn], Scope()
         if names not in patched:
             scope._changes = original(fn)._changes
             patched.add(names)

@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from gpu_kit import FAMILIES, SHAPE
-from interpreter import exact_products, mend, without_overflow_checks
+from interpreter import exact_products, mend
 from note_steps import CPU, stand_in_for_a_gpu
 
 from engine.config import EngineConfig
@@ -91,5 +91,4 @@ def main(family):
 if __name__ == "__main__":
     mend()
     exact_products()
-    without_overflow_checks()
     main(sys.argv[1])

@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from gpu_kit import checkpoint
-from interpreter import mend, without_overflow_checks
+from interpreter import mend
 from note_steps import CPU, stand_in_for_a_gpu
 
 from engine.config import EngineConfig
@@ -72,5 +72,4 @@ def tokens_of(core):
 
 if __name__ == "__main__":
     mend()
-    without_overflow_checks()
     main(sys.argv[1])

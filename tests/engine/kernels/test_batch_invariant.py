@@ -1,13 +1,11 @@
 """`--batch-invariant`: a request's numbers are the same bits alone, beside others, and however its prompt is cut up."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import Forks
 
 pytest.importorskip("triton")
 
@@ -38,11 +36,8 @@ def products_of_any_shape(mended_interpreter):
 # gemma4-e2b: windows, keys that layers borrow, and layers that go on with the last tokens alone.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["qwen3", "gemma4-e2b"])
-def test_a_request_gives_the_same_bits_in_any_step(family: str) -> None:
-    paths = (HERE.parents[2], HERE.parents[1] / "gpu", HERE)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, HERE / "run_invariant.py", family]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
+def test_a_request_gives_the_same_bits_in_any_step(interpreting: Forks, family: str) -> None:
+    done = interpreting.run(HERE / "run_invariant.py", family, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout)
     alone, *others = said["invariant"]

@@ -69,12 +69,8 @@ print(json.dumps(report))
 """
 
 
-def test_workers_leave_what_this_process_needs_and_start_once(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+def test_workers_leave_what_this_process_needs_and_start_once(compiling, tmp_path):
+    done = compiling.run("-c", SCRIPT, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
     if len(os.sched_getaffinity(0)) < 2:
@@ -238,17 +234,11 @@ print(hashlib.sha256(str(sorted((k.name, source_key(k)) for k in kernels)).encod
 """
 
 
-def test_a_kernel_has_the_same_key_whichever_came_first():
+def test_a_kernel_has_the_same_key_whichever_came_first(compiling):
     """Else what one process compiled would not be found by the next."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    keys = {
-        subprocess.run(
-            [sys.executable, "-c", KEYS, str(seed)], env=environment, capture_output=True, text=True, timeout=60,
-            check=True,
-        ).stdout
-        for seed in range(4)
-    }  # fmt: skip
-    assert len(keys) == 1
+    done = [compiling.run("-c", KEYS, seed) for seed in range(4)]
+    assert [each.returncode for each in done] == [0] * 4, done[0].stderr[-3000:]
+    assert len({each.stdout for each in done}) == 1
 
 
 CHECKS = """
@@ -275,16 +265,12 @@ if work:
 """
 
 
-def test_the_self_tests_kernels_are_there_when_their_checks_run(tmp_path):
+def test_the_self_tests_kernels_are_there_when_their_checks_run(compiling, tmp_path):
     """With a pool that was started early, which gets what each check needs as soon as that is known."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one processor: nothing is compiled ahead")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     for count in ("5 5", "0 None"):
-        done = subprocess.run(
-            [sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True, timeout=200, check=False
-        )
+        done = compiling.run("-c", CHECKS, TRITON_CACHE_DIR=str(tmp_path))
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.strip() == count
 
@@ -311,14 +297,10 @@ print(given == len(rows) + 2, kernels._all.count, work.guessed)
 """
 
 
-def test_what_was_guessed_is_compiled_once_and_what_was_guessed_wrong_does_no_harm(tmp_path):
+def test_what_was_guessed_is_compiled_once_and_what_was_guessed_wrong_does_no_harm(compiling, tmp_path):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one processor: nothing is compiled ahead")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", GUESSED], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = compiling.run("-c", GUESSED, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "True 5 5"
     assert "could not be compiled" not in done.stderr

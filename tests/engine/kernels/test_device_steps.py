@@ -1,9 +1,6 @@
 """Whole steps of the GPU's runner, of prompts and of answers, give what the CPU's gives."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +10,14 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-def said_by(*command):
-    paths = (HERE.parents[2], HERE.parents[1] / "gpu", HERE)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, HERE / command[0], *command[1:]]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+@pytest.fixture
+def said_by(interpreting):
+    def said(script, *arguments):
+        done = interpreting.run(HERE / script, *arguments)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    return said
 
 
 def assert_alike(ours, theirs):
@@ -29,13 +27,13 @@ def assert_alike(ours, theirs):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma4-e2b"])  # the second has layers that go on with the last tokens
-def test_steps_score_as_on_the_cpu(family):
+def test_steps_score_as_on_the_cpu(said_by, family):
     said = said_by("run_steps.py", family)
     assert [len(request) for request in said["cpu"]] == [2, 3, 4]
     assert_alike(said["gpu"], said["cpu"])
 
 
-def test_answers_do_not_depend_on_whether_a_shared_prefix_is_read_once():
+def test_answers_do_not_depend_on_whether_a_shared_prefix_is_read_once(said_by):
     said = said_by("run_shared_prefix.py")
     assert [len(request) for request in said["cpu"]] == list(range(14, 2, -1))
     assert_alike(said["gpu"], said["cpu"])

@@ -1,9 +1,6 @@
 """What is compiled for a medium is what a start launches on its GPU. Neither needs the GPU."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,15 +8,17 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 
 
-def run(*command, **variables):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, HERE.parents[1] / "gpu")))
-    return subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+@pytest.fixture
+def run(compiling):
+    return compiling.run
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Triton's: what one test has compiled, the next need not compile again."""
+    return {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,7 @@ def run(*command, **variables):
         ["qwen3", "quantization=int4", "kv_cache_dtype=int8"], ["gemma4-e2b", "kv_cache_dtype=int8"],
     ],
 )  # fmt: skip
-def test_what_a_start_launches_was_listed(arguments):
+def test_what_a_start_launches_was_listed(run, arguments):
     done = run(HERE / "list_steps.py", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
@@ -47,10 +46,10 @@ TINY = {
 }  # fmt: skip
 
 
-def test_the_command_fills_a_directory_and_continues(tmp_path):
+def test_the_command_fills_a_directory_and_continues(run, cache, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     command = ["-m", "engine.prebuild", tmp_path, "--out", tmp_path / "out", "--gpu", "h100", "--max-num-seqs", "4"]
-    first = run(*command, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    first = run(*command, **cache)
     assert first.returncode == 0, first.stderr[-3000:]
     index = json.loads((tmp_path / "out/9.0/index.json").read_bytes())
     assert len(index["kernels"]) > 20
@@ -65,13 +64,12 @@ def wishes(path, *found):
     return path
 
 
-def test_wishes_for_several_gpus_fill_a_folder_each_and_nothing_else_stays(tmp_path):
+def test_wishes_for_several_gpus_fill_a_folder_each_and_nothing_else_stays(run, cache, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/config.json").write_text(json.dumps(TINY | {"architectures": ["Nobody"]}))
     few, most = ["--max-num-seqs", "4"], ["--max-num-seqs", "64"]
     command = ["-m", "engine.prebuild", "--out", tmp_path / "out", "--json", "--wishes"]
-    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     first = run(*command, wishes(tmp_path / "1", (tmp_path, "h100", few), (tmp_path, "a100", few),
                                  (tmp_path, "h100", [*most, "--kv-cache-dtype", "fp8"])), **cache)  # fmt: skip
     assert first.returncode == 0, first.stderr[-3000:]
@@ -98,7 +96,7 @@ def test_wishes_for_several_gpus_fill_a_folder_each_and_nothing_else_stays(tmp_p
     [("[{}]", "not a list of wishes"), ("{", "not a list of wishes"),
      ('[{"model": "qwen3-8b", "gpu": "h1000", "flags": []}]', "No GPU called h1000"), (None, "not a list of wishes")],
 )  # fmt: skip
-def test_a_wrong_file_of_wishes_is_refused(tmp_path, text, why):
+def test_a_wrong_file_of_wishes_is_refused(run, tmp_path, text, why):
     if text is not None:
         (tmp_path / "wishes").write_text(text)
     done = run("-m", "engine.prebuild", "--wishes", tmp_path / "wishes", "--out", tmp_path / "out")
@@ -112,7 +110,7 @@ def test_a_wrong_file_of_wishes_is_refused(tmp_path, text, why):
     ("flags", "why"),
     [(["no-such-model", "--gpu", "h100"], "no-such-model"), (["qwen3-8b", "--gpu", "h100", "--no-such-flag"], "--no")],
 )
-def test_wrong_arguments_are_refused(tmp_path, flags, why):
+def test_wrong_arguments_are_refused(run, tmp_path, flags, why):
     done = run("-m", "engine.prebuild", *flags, "--out", tmp_path)
     assert done.returncode == 2
     assert why in done.stderr

@@ -3,14 +3,10 @@
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
-
-ROOT = Path(__file__).parents[3]
 
 # In a process of its own: the tests beside this one run Triton's interpreter, which compiles nothing.
 PREPARED = """
@@ -65,19 +61,18 @@ print(json.dumps({
 """
 
 
-def run(script, place, cache, **variables):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARED + script, place], env=environment, capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout), done.stderr.splitlines()
+@pytest.fixture(scope="module")
+def run(compiling):
+    def run_script(script, place, cache, **variables):
+        done = compiling.run("-c", PREPARED + script, place, TRITON_CACHE_DIR=str(cache), **variables)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout), done.stderr.splitlines()
+
+    return run_script
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(tmp_path_factory, run):
     place, cache = tmp_path_factory.mktemp("prebuilt"), tmp_path_factory.mktemp("cache")
     return place, cache, run(WRITE, place, cache)[0]
 
@@ -106,7 +101,7 @@ def test_what_is_written_is_what_would_be_compiled(written):
     }  # fmt: skip
 
 
-def test_a_start_finds_them_elsewhere_and_compiles_nothing(place, cache):
+def test_a_start_finds_them_elsewhere_and_compiles_nothing(run, place, cache):
     report, log = run(READ, place, cache)
     assert report == {"missing": 0, "from": ["as it came with the release"] * 5, "same": True}
     assert log == []
@@ -128,7 +123,7 @@ def name_another_place(place):
 
 
 @pytest.mark.parametrize("damage", [change_a_kernel, name_another_place])
-def test_a_damaged_kernel_is_compiled_here_and_the_others_are_used(place, cache, damage):
+def test_a_damaged_kernel_is_compiled_here_and_the_others_are_used(run, place, cache, damage):
     damage(place)
     report, log = run(READ, place, cache)
     assert report["missing"] == 1
@@ -166,7 +161,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(("damage", "why"), WHOLE)
-def test_kernels_that_cannot_be_believed_are_all_compiled_here(place, cache, damage, why):
+def test_kernels_that_cannot_be_believed_are_all_compiled_here(run, place, cache, damage, why):
     damage(place)
     report, log = run(READ, place, cache)
     assert report == {"missing": 5, "from": ["from the cache"] * 5, "same": True}
@@ -214,14 +209,14 @@ print(json.dumps({"missing": missing, "loaded": loaded, "counts": origins.counts
 """
 
 
-def test_a_driver_that_takes_none_of_them_is_noticed_before_a_start_decides_what_to_compile(place, cache):
+def test_a_driver_that_takes_none_of_them_is_noticed_before_a_start_decides_what_to_compile(run, place, cache):
     report, log = run("ALL = True\n" + REFUSED, place, cache)
     assert report["missing"] == 5, "so they are compiled side by side"
     assert [line for line in log if "The prebuilt kernels in" in line and "unsupported toolchain" in line] == log[:1]
     assert report["counts"]["release"] == 0
 
 
-def test_one_kernel_that_the_driver_refuses_is_taken_from_the_cache(place, cache):
+def test_one_kernel_that_the_driver_refuses_is_taken_from_the_cache(run, place, cache):
     report, log = run("ALL = False\n" + REFUSED, place, cache)
     assert (report["missing"], report["loaded"]) == (0, 5)
     assert report["counts"] == {"release": 4, "cached": 1, "compiled": 0}
@@ -246,12 +241,12 @@ print(json.dumps([first, origins.counts()["compiled"]]))
 """
 
 
-def test_what_other_processes_compile_is_counted_once(tmp_path):
+def test_what_other_processes_compile_is_counted_once(run, tmp_path):
     counts, _ = run(COUNTED, tmp_path / "nothing", tmp_path / "cache")
     assert counts == [5, 5], "the second time they are in the cache"
 
 
-def test_a_cache_that_cannot_be_written_to_does_not_keep_them_from_being_used(place, tmp_path):
+def test_a_cache_that_cannot_be_written_to_does_not_keep_them_from_being_used(run, place, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     choose = "from engine.kernels.runtime.cache_dir import use_cache_dir\nuse_cache_dir()\n"
     report, log = run(choose + READ, place, tmp_path / "file/cache", XDG_CACHE_HOME=str(tmp_path / "other"))
@@ -260,7 +255,7 @@ def test_a_cache_that_cannot_be_written_to_does_not_keep_them_from_being_used(pl
     assert "cannot be written to" in log[0]
 
 
-def test_other_settings_of_triton_mean_other_kernels(place, tmp_path):
+def test_other_settings_of_triton_mean_other_kernels(run, place, tmp_path):
     script = "print(json.dumps(code_of(jobs[0])[0]))"
     origin, log = run(script, place, tmp_path / "cache", TRITON_DEFAULT_FP_FUSION="0")
     assert origin == "from the cache"
@@ -277,7 +272,7 @@ print(json.dumps(before == launcher.machine_code(jobs[0], (9, 0))))
 """
 
 
-def test_a_truncated_file_of_tritons_cache_is_compiled_again(place, tmp_path):
+def test_a_truncated_file_of_tritons_cache_is_compiled_again(run, place, tmp_path):
     same, log = run(SPOILED, place, tmp_path / "cache")
     assert same
     assert ["the cache cannot be used" in line for line in log].count(True) == 1

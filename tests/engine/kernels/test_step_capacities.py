@@ -4,14 +4,13 @@ The real scheduler plans, the real runner packs, on a CPU; see plan_steps.py.
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import Forks
 
 pytest.importorskip("triton")
 
@@ -21,18 +20,22 @@ from engine.worker.mixed_step import MOST_CHUNKS, SHAPES, MixedStep, form_of
 HERE = Path(__file__).parent
 
 
-def planned(*arguments: str) -> dict[str, int]:
-    paths = (HERE.parents[2], HERE.parents[1] / "gpu", HERE)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, HERE / "plan_steps.py", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+Planned = Callable[..., dict[str, int]]
+
+
+@pytest.fixture
+def planned(interpreting: Forks) -> Planned:
+    def steps(*arguments: str) -> dict[str, int]:
+        done = interpreting.run(HERE / "plan_steps.py", *arguments)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    return steps
 
 
 @pytest.mark.parametrize("prefix", ["1024", "2100"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])  # the second has two groups of pages
-def test_a_crowd_that_shares_its_prompt_fits_into_a_step(family: str, prefix: str) -> None:
+def test_a_crowd_that_shares_its_prompt_fits_into_a_step(planned: Planned, family: str, prefix: str) -> None:
     seen = planned(family, "crowd", prefix)
     assert seen["sequences"] == 256
     assert seen["words"] > 256 * int(prefix), "in one step"
@@ -40,7 +43,7 @@ def test_a_crowd_that_shares_its_prompt_fits_into_a_step(family: str, prefix: st
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4-e2b", "qwen3.5-moe"])
-def test_random_steps_at_the_limits_fit(family: str, seed: int) -> None:
+def test_random_steps_at_the_limits_fit(planned: Planned, family: str, seed: int) -> None:
     """Small tables, budgets and pages; staging so small that steps take several copies; windows, states, preemption."""
     assert planned(family, "random", str(seed))["steps"] > 20
 

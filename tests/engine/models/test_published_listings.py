@@ -6,7 +6,9 @@ count as so many tensors.
 
 import functools
 import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quantized_files as files
@@ -25,9 +27,16 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 Listing = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def in_bf16(name: str) -> Listing:
-    """The text, the drafter and the vision tower of a published Qwen3.6 in 16 bits."""
-    model = empty_model(BENCH / name)
+def config_of(name: str, layers: int | None) -> dict[str, Any]:
+    config = json.loads((BENCH / name / "config.json").read_text())
+    return config if layers is None else config | {"num_hidden_layers": layers}
+
+
+def in_bf16(name: str, layers: int | None = None) -> Listing:
+    """The text, the drafter and the vision tower of a published Qwen3.6 in 16 bits; or one of fewer layers."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config_of(name, layers)))
+        model = empty_model(Path(directory))
     found: Listing = {}
     for tensor, view in model.weights().items():
         tensor = tensor.replace("model.", "model.language_model.", 1)
@@ -92,9 +101,11 @@ GPTQ = files.gptq_config(4, 128, dynamic={
     "-:.*mtp.*": {}, "-:.*visual.*": {}})  # fmt: skip
 
 
-def load_names(directory: Path, name: str, quantization: dict, listing: Listing) -> set[str]:
+def load_names(
+    directory: Path, name: str, quantization: dict, listing: Listing, layers: int | None = None
+) -> set[str]:
     """What `load_weights` does with a checkpoint before it reads a byte of it. Returns the tensors that are loaded."""
-    text = json.loads((BENCH / name / "config.json").read_text())
+    text = config_of(name, layers)
     whole = {"architectures": [text["architectures"][0].replace("CausalLM", "ConditionalGeneration")],
              "text_config": text, "vision_config": {},
              "quantization_config": quantization}  # fmt: skip
@@ -115,14 +126,14 @@ PUBLISHED = {
 
 
 @functools.cache
-def _published(published: str) -> Listing:
+def _published(published: str, layers: int | None) -> Listing:
     name, _, quantised, _ = PUBLISHED[published]
-    return quantised(each_expert(in_bf16(name)))
+    return quantised(each_expert(in_bf16(name, layers)))
 
 
-def listing_of(published: str) -> Listing:
+def listing_of(published: str, layers: int | None = None) -> Listing:
     """A copy, to be changed."""
-    return dict(_published(published))
+    return dict(_published(published, layers))
 
 
 @pytest.mark.parametrize("published", PUBLISHED)
@@ -147,10 +158,11 @@ def test_the_counts_in_16_bits() -> None:
 ])  # fmt: skip
 def test_one_missing_tensor_among_all_is_named(tmp_path: Path, published: str, change: str, words: str) -> None:
     name, quantization, *_ = PUBLISHED[published]
-    listing = listing_of(published)
+    listing = listing_of(published, layers=8)
+    assert len(listing) > 10_000
     del listing[f"model.language_model.{change}"]
     with pytest.raises(ModelError, match=words.format(change.replace(".", r"\."))):
-        load_names(tmp_path, name, quantization, listing)
+        load_names(tmp_path, name, quantization, listing, layers=8)
 
 
 def test_one_extra_scale_among_all_is_named(tmp_path: Path) -> None:
