@@ -176,7 +176,7 @@ def _built(
     model.set_state_dtype(states, "cuda")
     stored = use_stored_formats(model, config, directory, None)
     if quantization is not None:
-        quantize(model, quantization, None if stored is None else stored.method, torch.device("cuda"))
+        quantize(model, quantization, None if stored is None else stored.method)
     if tables_on_host:
         for table in model.lookup_tables():
             table.on_host = True  # it has no weights to move

@@ -22,8 +22,10 @@ from engine.kernels.moe.tiles import (
     Shape,
     all_kinds,
     form_of,
+    is_int8,
     shape_of,
     tiles_for,
+    widens,
 )
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.kernels.runtime.gpu_target import Target
@@ -85,8 +87,8 @@ class ExpertLinear(nn.Module):
     quantizable = True
     compute_dtype: torch.dtype | None = None  # as in Linear
     weight: nn.Parameter
-    scale: nn.Parameter | None  # of a quantised weight: [E, out] float32 in fp8
-    zero: nn.Parameter | None  # of int4 weights that are not symmetric: uint8, shaped like the scale
+    scale: nn.Parameter | None  # of a quantised weight: [E, out] float32 in fp8 and int8
+    zero: nn.Parameter | None  # of integers that are not symmetric, shaped like the scale
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -230,7 +232,7 @@ class RoutedExperts(nn.Module):
             tiles = tiles_for(self.shape(routing.experts.shape[1], gpu), _INVARIANT_TOKENS, gpu.shared_memory)
         return routed_experts(
             kernel_rows(x), *routing, *self.stacks, zeros=self.zeros, gate=self.gate, residual=residual,
-            fp8_activations=self._reads_fp8, tiles=tiles, dtype=x.dtype,
+            fp8_activations=self._reads_fp8, int8_activations=self._rounds_to_int8, tiles=tiles, dtype=x.dtype,
         )  # fmt: skip
 
     @property
@@ -239,12 +241,19 @@ class RoutedExperts(nn.Module):
 
     @property
     def _reads_fp8(self) -> bool:
-        return self.zeros == (None, None) and (self.fp8_activations or self.form == "rows")
+        if is_int8(self.gate_up_proj.weight) or self.zeros != (None, None):
+            return False
+        return self.fp8_activations or self.form == "rows"
+
+    @property
+    def _rounds_to_int8(self) -> bool:
+        return self.gate_up_proj.method.inputs == self.down_proj.method.inputs == "int8"
 
     def shape(self, top_k: int, gpu: Target) -> Shape:
         """The shape by which kernels for many tokens choose their tiles."""
-        widened = not (gpu.fp8_units and self._reads_fp8)
-        return shape_of(self.down_proj.weight, self.down_proj.scale, top_k, widened=widened)
+        down = self.down_proj
+        rounded = {"fp8_activations": self._reads_fp8, "int8_activations": self._rounds_to_int8}
+        return shape_of(down.weight, down.scale, top_k, widened=widens(down.weight, gpu, **rounded))
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """One expert after the other, each with all of its tokens; experts without tokens are not read."""

@@ -11,6 +11,8 @@ and programs without a block return at once. So the host never waits for the dev
 everything. No atomic additions: the same input gives the same bits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,7 @@ from engine.kernels.moe.tiles import (
     max_blocks,
     shape_of,
     tiles_for,
+    widens,
 )
 from engine.kernels.moe.top_k import MOST_EXPERTS, all_experts
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
@@ -171,11 +174,18 @@ def group(experts: torch.Tensor, num_experts: int, rows: int) -> Groups:
 
 
 def tiles_of(
-    w2: torch.Tensor, scale2: torch.Tensor | None, top_k: int, tokens: int, *, fp8_activations: bool = True
+    w2: torch.Tensor,
+    scale2: torch.Tensor | None,
+    top_k: int,
+    tokens: int,
+    *,
+    fp8_activations: bool = True,
+    int8_activations: bool = False,
 ) -> Tiles:
     """The tiles that grouped pairs of so many tokens get on this device. w2 [E, H, I]."""
     gpu = target_of(w2.device)
-    shape = shape_of(w2, scale2, top_k, widened=not (fp8_activations and gpu.fp8_units))
+    widened = widens(w2, gpu, fp8_activations=fp8_activations, int8_activations=int8_activations)
+    shape = shape_of(w2, scale2, top_k, widened=widened)
     return tiles_for(shape, tokens, gpu.shared_memory, gpu)
 
 
@@ -192,16 +202,19 @@ def routed_experts(
     gate: str = "silu",
     residual: torch.Tensor | None = None,
     fp8_activations: bool = True,
+    int8_activations: bool = False,
     tiles: Tiles | DecodeTiles | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
     up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales: scale13 [E, 2 I] and scale2 [E, H] or, in blocks,
-    [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉]. int4 weights: see moe.int4; `zeros` as uint8.
+    [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉]. int8 weights have a scale for each output. int4 weights:
+    see moe.int4; `zeros` as uint8.
 
     `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
     `fp8_activations`: those of grouped pairs are rounded for fp8 weights, if the GPU has fp8 units. More than
-    VECTOR_TOKENS rows of x may be in fp8 already; `dtype` is then that of the result.
+    VECTOR_TOKENS rows of x may be in fp8 already; `dtype` is then that of the result. `int8_activations`: the inputs of
+    both products are rounded to int8, of any number of tokens; int8 weights then meet them on tensor cores.
     """
     values = x if isinstance(x, torch.Tensor) else x[0]
     dtype = dtype or values.dtype
@@ -212,16 +225,18 @@ def routed_experts(
     (tokens, top_k), num_experts = experts.shape, w2.shape[0]
     form = form_of(w2, scale2)
     fp8_activations = fp8_activations and zeros == (None, None)
-    if tokens <= by_pairs(form) and not isinstance(tiles, Tiles):
+    if tokens <= by_pairs(form) and not int8_activations and not isinstance(tiles, Tiles):
         assert isinstance(x, torch.Tensor)
         if scale13 is not None and scale2 is not None and form == "int4":
             stacks, scales, add = (w13, w2), (scale13, scale2), residual is not None
             return _few_in_int4(x, weights, experts, stacks, scales, zeros, gate, out, add)
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
+    options: Any = {"fp8_activations": fp8_activations, "int8_activations": int8_activations}
     if tiles is None:
-        tiles = tiles_of(w2, scale2, top_k, tokens, fp8_activations=fp8_activations)
+        tiles = tiles_of(w2, scale2, top_k, tokens, **options)
     assert isinstance(tiles, Tiles)
-    groups, options = group(experts, num_experts, tiles.rows), {"dtype": dtype, "fp8_activations": fp8_activations}
+    groups = group(experts, num_experts, tiles.rows)
+    options["dtype"] = dtype
     h = expert_product(x, w13, scale13, groups, top_k, tiles.gate_up, gate=gate, zero=zeros[0], **options)
     y = expert_product(h, w2, scale2, groups, 1, tiles.down, gate=None, zero=zeros[1], **options)
     add_up(y, weights, out, top_k, add=residual is not None)

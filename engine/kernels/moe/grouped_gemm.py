@@ -5,7 +5,8 @@ results. `add_up` weights and sums the k rows of a token, in the order in which 
 
 fp8 weights have a scale for each output of an expert, or for each block of 128 x 128 numbers (moe.group_scaled);
 activations are quantised to fp8, with a scale per row. On GPUs without fp8 units, and where the caller wants it,
-activations stay as they are, and weights are widened on the fly. int4: moe.int4.
+activations stay as they are, and weights are widened on the fly. int8 weights have a scale for each output; they are
+widened, too, or meet activations in int8, if the checkpoint wants these. int4: moe.int4.
 """
 
 from typing import NamedTuple
@@ -15,10 +16,10 @@ import triton
 import triton.language as tl
 
 from engine.kernels.moe import group_scaled, int4
-from engine.kernels.moe.tiles import MatrixTiles, form_of, reads_fp8
+from engine.kernels.moe.tiles import Form, MatrixTiles, form_of, is_int8, reads_fp8
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
-from engine.kernels.pointwise.quantize import quantize_rows
+from engine.kernels.pointwise.quantize import quantize_rows, quantize_rows_to_int8
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # activations [T, K], or in fp8 (values [T, K], scale [T])
@@ -60,9 +61,10 @@ def _grouped_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, order_ptr, blocks_ptr, y_ptr, dense_x_ptr, dense_ptr, dense_x_scale_ptr,
     dense_scale_ptr, x_stride, dense_x_stride, T, P,
     N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FP8: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
     wait_for_previous(PDL)
     m = tl.arange(0, ROWS)
     block = tl.program_id(1)
@@ -80,7 +82,7 @@ def _grouped_kernel(
     pair = tl.load(order_ptr + tl.load(at + 1) + m, mask=m < rows, other=0).to(tl.int64)
     expert = tl.load(at).to(tl.int64)
     weight = w_ptr + expert * ((1 if GATE is None else 2) * N * K)
-    if FP8:
+    if SCALED:
         scale_at = scale_ptr + expert * ((1 if GATE is None else 2) * N)
     to_next = K  # from a row of the weight to the next one
     to_up = N    # rows from a row of the gate to that of the up projection
@@ -90,12 +92,12 @@ def _grouped_kernel(
         if GATE is None:
             weight = tl.where(is_dense, dense_ptr + part * K, weight)
             to_next = tl.where(is_dense, PARTS * K, K)
-            if FP8:
+            if SCALED:
                 scale_at = tl.where(is_dense, dense_scale_ptr, scale_at)
         else:
             weight = tl.where(is_dense, dense_ptr + part * (N * K), weight)
             to_up = tl.where(is_dense, PARTS * N, N)
-            if FP8:
+            if SCALED:
                 scale_at = tl.where(is_dense, dense_scale_ptr + part * N, scale_at)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -106,7 +108,7 @@ def _grouped_kernel(
     if PARTS > 0 and GATE is not None:
         x_row = tl.where(is_dense, dense_x_ptr + token * dense_x_stride, x_ptr + pair // SHARE * x_stride)
     x_at = x_row[None, :] + k[:, None]
-    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_N, ROWS], SUM)
     up = acc
     for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K != 0:
@@ -125,23 +127,23 @@ def _grouped_kernel(
                 w = tl.load(w_at + at_k, mask=n_mask, other=0.0)
                 if GATE is not None:
                     u = tl.load(w_at + to_up * K + at_k, mask=n_mask, other=0.0)
-        if FP8 and x_scale_ptr is None:
+        if SCALED and x_scale_ptr is None:
             w = widened(w, x.dtype)
             if GATE is not None:
                 u = widened(u, x.dtype)
-        acc = tl.dot(w, x, acc)
+        acc = tl.dot(w, x, acc, out_dtype=SUM)
         if GATE is not None:
-            up = tl.dot(u, x, up)
-    if FP8:
+            up = tl.dot(u, x, up, out_dtype=SUM)
+    if SCALED:
         x_scale = 1.0
         if x_scale_ptr is not None:
             x_scale_at = x_scale_ptr + pair // SHARE
             if PARTS > 0 and GATE is not None:
                 x_scale_at = tl.where(is_dense, dense_x_scale_ptr + token, x_scale_at)
             x_scale = tl.load(x_scale_at)[None, :]
-        acc = acc * tl.load(scale_at + n, mask=n < N, other=0.0)[:, None] * x_scale
+        acc = acc.to(tl.float32) * tl.load(scale_at + n, mask=n < N, other=0.0)[:, None] * x_scale
         if GATE is not None:
-            up = up * tl.load(scale_at + to_up + n, mask=n < N, other=0.0)[:, None] * x_scale
+            up = up.to(tl.float32) * tl.load(scale_at + to_up + n, mask=n < N, other=0.0)[:, None] * x_scale
     if GATE is not None:
         acc = activated(acc, GATE) * up
     tl.store(
@@ -189,17 +191,16 @@ def expert_product(
     gate: str | None,
     dtype: torch.dtype,
     fp8_activations: bool = True,
+    int8_activations: bool = False,
     dense: DenseParts | None = None,
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[pairs, N]: each pair's row of x (number pair // share) times its expert's weight, with the gate applied. Pairs
-    of the dense branch follow those of the experts. `fp8_activations` as in moe.experts.routed_experts. `zero`: zero
-    points of int4 weights."""
+    of the dense branch follow those of the experts. `fp8_activations` and `int8_activations` as in
+    moe.experts.routed_experts. `zero`: zero points of int4 weights."""
     form = form_of(weight, scale)
-    fp8 = scale is not None and fp8_activations and target_of(weight.device).fp8_units
-    if form == "int4" and scale is not None:
-        fp8 = fp8 and zero is None and reads_fp8(2 * weight.shape[2] // scale.shape[2])
-    values, x_scale = _in_form(x, fp8)
+    fp8 = fp8_activations and _meets_fp8(weight, scale, zero, form)
+    values, x_scale = _in_int8(x, weight, form) if int8_activations else _in_form(x, fp8)
     parts, tokens, more, more_scale = 0, 0, None, None
     if dense is not None:
         parts, tokens = dense.parts, dense.tokens
@@ -222,10 +223,27 @@ def expert_product(
         (triton.cdiv(outputs, tiles.block_n), num_blocks), values, weight, x_scale, scale, order, blocks, out,
         more, None if dense is None else dense.weight, more_scale, None if dense is None else dense.scale,
         values.stride(0), 0 if more is None else more.stride(0), tokens, pairs, N=outputs, K=inner, SHARE=share,
-        PARTS=parts, ROWS=rows, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, FP8=scale is not None, GATE=gate,
+        PARTS=parts, ROWS=rows, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SCALED=scale is not None, GATE=gate,
         STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
+
+
+def _meets_fp8(weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None, form: Form) -> bool:
+    """Whether activations in fp8 may meet this weight."""
+    if scale is None or zero is not None or is_int8(weight) or not target_of(weight.device).fp8_units:
+        return False
+    return form != "int4" or reads_fp8(2 * weight.shape[2] // scale.shape[2])
+
+
+def _in_int8(x: Rows, weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x rounded to int8: as codes and scales for a weight in int8; for any other weight as the numbers they stand
+    for."""
+    assert isinstance(x, torch.Tensor)
+    values, scale = quantize_rows_to_int8(x)
+    if is_int8(weight) and form == "rows":
+        return values, scale
+    return (values.float() * scale[:, None]).to(x.dtype), None
 
 
 def _in_form(x: Rows, fp8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.gemm.packed.weight import Packed, dequantize
-from engine.kernels.moe.tiles import SCALE_BLOCK, by_pairs, form_of, max_blocks, reads_fp8
-from engine.kernels.pointwise.reference import quantize_rows
+from engine.kernels.moe.tiles import SCALE_BLOCK, by_pairs, form_of, is_int8, max_blocks, reads_fp8
+from engine.kernels.pointwise.reference import quantize_rows, quantize_rows_to_int8
 
 
 def choose_experts(
@@ -46,22 +46,29 @@ def routed_experts(
     gate: str = "silu",
     residual: torch.Tensor | None = None,
     fp8_activations: bool = True,
+    int8_activations: bool = False,
 ) -> torch.Tensor:
     """moe.experts.routed_experts."""
-    many = x.shape[0] > by_pairs(form_of(w2, scale2))
+    many = int8_activations or x.shape[0] > by_pairs(form_of(w2, scale2))
     units = many and fp8_activations  # here activations are quantised to fp8 if weights are
+    rounded = _in_int8 if int8_activations else torch.Tensor.float
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         token, slot = (experts == expert).nonzero(as_tuple=True)
-        gate_up = _expert_product(x[token], w13, scale13, expert, units, halves=2)
+        gate_up = _expert_product(rounded(x[token]), w13, scale13, expert, units, halves=2)
         first, second = gate_up.chunk(2, -1)
         first = F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")
-        y = _expert_product((first * second).to(x.dtype), w2, scale2, expert, units)
+        y = _expert_product(rounded((first * second).to(x.dtype)), w2, scale2, expert, units)
         if many:
             y = y.to(x.dtype).float()
         out.index_put_((token,), y * weights[token, slot, None], accumulate=True)
     out = out.to(x.dtype)
     return out if residual is None else residual.copy_(residual.float() + out.float())
+
+
+def _in_int8(x: torch.Tensor) -> torch.Tensor:
+    values, scale = quantize_rows_to_int8(x)
+    return values.float() * scale[:, None]
 
 
 def _expert_product(
@@ -76,7 +83,7 @@ def _expert_product(
             values, x_scale = quantize_rows(x)
             x = values.float() * x_scale[:, None]
         return x.float() @ wide.t()
-    if units:
+    if units and not is_int8(weight):
         values, x_scale = quantize_rows(x)
         x = values.float() * x_scale[:, None]
     _, rows, columns = weight.shape

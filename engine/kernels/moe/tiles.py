@@ -41,8 +41,8 @@ class Shape(NamedTuple):
     top_k: int
     hidden: int
     inner: int
-    itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
-    widened: bool = False  # fp8 weights are multiplied with 16-bit activations: the GPU has no fp8 tensor cores, ...
+    itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8, int8)
+    widened: bool = False  # 8-bit weights are multiplied with 16-bit activations: the GPU has no fp8 tensor cores, ...
     form: Form = "rows"
 
     @property
@@ -58,6 +58,10 @@ def form_of(weight: "torch.Tensor", scale: "torch.Tensor | None") -> Form:
     return "blocks" if weight.is_floating_point() else "int4"
 
 
+def is_int8(weight: "torch.Tensor") -> bool:
+    return weight.is_signed() and not weight.is_floating_point()
+
+
 def by_pairs(form: Form) -> int:
     """Up to how many tokens each (token, expert) pair reads its expert's weights for itself."""
     return _INT4_PAIR_TOKENS if form == "int4" else VECTOR_TOKENS
@@ -71,6 +75,11 @@ def groups_fit(group: int, inner: int) -> bool:
 def reads_fp8(group: int) -> bool:
     """Whether int4 in such groups meets fp8 activations: a product for each smaller group would take longer."""
     return group >= SCALE_BLOCK
+
+
+def widens(weight: "torch.Tensor", gpu: Target, *, fp8_activations: bool, int8_activations: bool) -> bool:
+    """Whether weights of 8 bits meet activations in 16 bits, in kernels for many tokens."""
+    return not (int8_activations if is_int8(weight) else fp8_activations and gpu.fp8_units)
 
 
 def shape_of(w2: "torch.Tensor", scale2: "torch.Tensor | None", top_k: int, *, widened: bool = False) -> Shape:

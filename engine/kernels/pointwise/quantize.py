@@ -1,8 +1,8 @@
-"""fp8 activations: one scale per row (token), so that an outlier token does not cost other tokens precision.
+"""Activations in 8 bits: one scale per row (token), so that an outlier token does not cost other tokens precision.
 
 A row is divided by scale = max(|x|) / 448; 448 is e4m3's largest number. As the weight has a scale per output channel,
 both scales can be applied after the GEMM: y = (x8 W8ᵀ) · scale_x[:, None] · scale_w[None, :], as torch._scaled_mm
-computes it.
+computes it. In int8 (W8A8 checkpoints) scale = max(|x|) / 127.5, as in compressed-tensors.
 """
 
 import torch
@@ -76,6 +76,39 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out, scale = empty_rows(rows, inner, x.device)
     block, warps = blocks_for(inner)
     _quantize_rows_kernel((rows,), x, out, scale, x.stride(0), N=inner, BLOCK=block, num_warps=warps)
+    return out, scale
+
+
+@kernel
+def _quantize_rows_to_int8_kernel(
+    x_ptr, out_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    x = load_row(x_ptr + row * x_stride, N, BLOCK)
+    i = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    nothing = tl.zeros([BLOCK], tl.float32)  # NaN if the row holds a NaN or an infinity; then so is the scale
+    for at in tl.static_range(0, N, BLOCK):
+        wide = x[at // BLOCK].to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(wide))
+        nothing += wide * 0.0
+    scale = tl.maximum(tl.math.div_rn(tl.max(largest, 0), 127.5), 1e-12) + tl.sum(nothing, 0)
+    for at in tl.static_range(0, N, BLOCK):
+        y = tl.math.div_rn(x[at // BLOCK].to(tl.float32), scale)
+        y = (y + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no fraction: rounded to nearest, ties to even
+        y = tl.where(y > 127.0, 127.0, tl.where(y < -128.0, -128.0, y))
+        tl.store(out_ptr + row * N + at + i, tl.where(y == y, y, 0.0).to(tl.int8), mask=at + i < N)
+    tl.store(scale_ptr + row, scale)
+
+
+def quantize_rows_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] (rows may be strided) -> (int8 [T, K], scale [T] float32) with x ≈ int8 * scale."""
+    rows, inner = x.shape
+    out = torch.empty(rows, inner, dtype=torch.int8, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block, warps = blocks_for(inner)
+    _quantize_rows_to_int8_kernel((rows,), x, out, scale, x.stride(0), N=inner, BLOCK=block, num_warps=warps)
     return out, scale
 
 

@@ -88,6 +88,13 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (wide / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
+def quantize_rows_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """pointwise.quantize.quantize_rows_to_int8."""
+    wide = x.float()
+    scale = (wide.abs().amax(-1) / 127.5).clamp_(min=1e-12)
+    return (wide / scale[:, None]).round_().clamp_(-128, 127).to(torch.int8), scale
+
+
 def rope_and_write_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,

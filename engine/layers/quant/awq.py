@@ -14,7 +14,7 @@ import torch
 
 from engine.kernels.gemm.packed.weight import Packed
 from engine.kernels.moe.tiles import Form
-from engine.layers.quant.integers import WORD, as_packed, int4_form, packed_bytes, sides_refusal, unpack_words
+from engine.layers.quant.integers import WORD, as_packed, experts_form, packed_bytes, sides_refusal, unpack_words
 from engine.layers.quant.stored import Found, Inputs, Spec, StoredFormat, check_scale, scale_spec
 
 _BITS = 4
@@ -54,7 +54,7 @@ class Awq(StoredFormat):
         return True
 
     def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
-        return int4_form(_BITS, self._group(inner), out, inner)
+        return experts_form(_BITS, self._group(inner), out, inner, zeros=True)
 
     def _group(self, inner: int) -> int:
         return self.group or inner

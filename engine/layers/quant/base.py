@@ -13,7 +13,7 @@ reads 16-bit weights, and converts them in `finalize`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from engine.layers.gemm_inputs import QuantizedRows
 
 Tensors = dict[str, torch.Tensor]
+Inputs = Literal["fp8", "int8"] | None
 
 
 class Sides(Protocol):
@@ -98,7 +99,6 @@ class LinearMethod(ABC):
         """GPU bytes of the weight and its scales after `finalize`. The memory plan asks before anything is loaded."""
         return layer.weight.nbytes
 
-
     def copy_bytes(self, layer: LinearLayer) -> int:
         """GPU bytes of a second copy of the weight, which large batches multiply with where memory allows it."""
         return 0
@@ -119,6 +119,7 @@ class ExpertMethod(ABC):
     """A format of the stacked weights [E, out, in] of a layer's experts."""
 
     converts = False
+    inputs: Inputs = None  # what the checkpoint wants activations rounded to
     fused = False  # the kernels of moe/ read `weight` and `scale` as they are after `finalize`
 
     def supports(self, layer: Sides) -> bool:

@@ -19,7 +19,7 @@ from engine.layers.quant.integers import (
     WORD,
     as_packed,
     columns_of,
-    int4_form,
+    experts_form,
     packed_bytes,
     sides_refusal,
     unpack_words,
@@ -90,7 +90,7 @@ class Gptq(StoredFormat):
         return not self.symmetric
 
     def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
-        return int4_form(self.bits, self._group(inner), out, inner) if self.in_order else None
+        return experts_form(self.bits, self._group(inner), out, inner, zeros=self.has_zeros) if self.in_order else None
 
     def _group(self, inner: int) -> int:
         return self.group or inner

@@ -76,9 +76,13 @@ def sides_refusal(bits: int, group: int, out: int, inner: int, *, along: int) ->
     return None
 
 
-def int4_form(bits: int, group: int, out: int, inner: int) -> Form | None:
+def experts_form(bits: int, group: int, out: int, inner: int, *, zeros: bool) -> Form | None:
     """That of experts whose columns are in order."""
-    return "int4" if bits == 4 and out % 16 == 0 and groups_fit(group, inner) else None
+    if out % 16:
+        return None
+    if bits == 4:
+        return "int4" if groups_fit(group, inner) else None
+    return "rows" if bits == 8 and group == inner and inner % 16 == 0 and not zeros else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +137,9 @@ class PackQuantized(StoredFormat):
         return not self.symmetric
 
     def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
-        if "weight_g_idx" in found or self.inputs is not None:
+        if "weight_g_idx" in found or (self.inputs is not None and self.bits < 8):
             return None
-        return int4_form(self.bits, self._group(inner), out, inner)
+        return experts_form(self.bits, self._group(inner), out, inner, zeros=self.has_zeros)
 
     def _group(self, inner: int) -> int:
         return self.group or inner
@@ -186,6 +190,13 @@ class Int8(StoredFormat):
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         itemsize = self.specs(out, inner, found)["weight_scale"].dtype.itemsize
         return packed_bytes(8, self.group if self.group > 0 else inner, out, inner, itemsize, zero=not self.symmetric)
+
+    @property
+    def has_zeros(self) -> bool:
+        return not self.symmetric
+
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
+        return experts_form(8, self.group if self.group > 0 else inner, out, inner, zeros=self.has_zeros)
 
 
 def _plus_128(signed: torch.Tensor) -> torch.Tensor:

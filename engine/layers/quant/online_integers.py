@@ -21,10 +21,12 @@ from torch import nn
 
 from engine.kernels.gemm.cpu_integers import Int4Weight, Int8Weight
 from engine.kernels.gemm.packed.weight import Packed, pack_pairs
+from engine.kernels.moe.tiles import groups_fit
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides
 from engine.layers.quant.head import FP8_HEAD
 from engine.layers.quant.integers import packed_bytes
+from engine.layers.quant.packed_experts import stack
 from engine.layers.quant.packed_gpu import use_packed
 from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 
@@ -76,26 +78,35 @@ def _on_cpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 class OnlineIntegerExperts(UnquantizedExperts):
-    """On a CPU. The GPU's kernels for experts read no integers: loader.quantize refuses them there."""
-
     converts = True
-    fused = False
 
     def __init__(self, bits: int, group: int = 0) -> None:
         self.bits, self.group = bits, group
+        self.fused = bits == 8  # int4 has kernels of its own
 
     def supports(self, layer: Sides) -> bool:
-        return layer.out_features % _OUTPUTS == 0 and layer.in_features % 32 == 0
+        inner = layer.in_features
+        fits = self.bits == 8 or groups_fit(group_of(self.group, inner), inner)
+        return fits and layer.out_features % _OUTPUTS == 0 and inner % 32 == 0
 
     def finalize(self, layer: ExpertLayer) -> None:
-        if layer.packed:
+        if layer.packed or layer.scale is not None:
             return
-        group = group_of(self.group, layer.in_features)
-        layer.packed = [on_cpu(weight, self.bits, group) for weight in layer.weight.data]
-        layer.weight = nn.Parameter(layer.weight.data.new_empty(0), requires_grad=False)
+        group, weight = group_of(self.group, layer.in_features), layer.weight.data
+        if weight.is_cuda:
+            whole = packed(weight.view(-1, layer.in_features), self.bits, group)
+            stack(layer, [whole], "rows" if self.bits == 8 else "int4")
+            return
+        layer.packed = [on_cpu(each, self.bits, group) for each in weight]
+        layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: ExpertLayer, x: torch.Tensor, expert: int, *, quantize: bool) -> torch.Tensor:
         return layer.packed[expert](x)
+
+    def num_bytes(self, layer: ExpertLayer) -> int:
+        outputs, inner = layer.num_experts * layer.out_features, layer.in_features
+        scale_bytes = 4 if self.bits == 8 else 2
+        return packed_bytes(self.bits, group_of(self.group, inner), outputs, inner, scale_bytes, zero=False)
 
 
 ONLINE = {

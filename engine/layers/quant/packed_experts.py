@@ -2,6 +2,7 @@
 
     form     weight                    scale
     rows     e4m3 [E, out, in]         [E, out]
+             int8 [E, out, in]         likewise
     blocks   e4m3 [E, out, in]         [E, blocks of the matrices of an expert, one after another, ⌈in / 128⌉]
     int4     uint8 [E, out, in / 2]    [E, out, groups], as the checkpoint has them; likewise `zero`,
                                        if the format has zero points
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from engine.kernels.gemm.packed.weight import Packed
+from engine.kernels.gemm.packed.weight import MIDDLE, Packed
 from engine.kernels.moe.tiles import SCALE_BLOCK, Form
 from engine.layers.quant.base import ExpertLayer
 from engine.layers.weight_memory import for_good
@@ -24,6 +25,8 @@ def stack(layer: ExpertLayer, matrices: Sequence[Packed], form: Form) -> None:
     """Give the layer its matrices, which are in the order of its outputs."""
     with for_good():
         values = torch.cat([matrix.values.view(torch.uint8) for matrix in matrices]).view(matrices[0].values.dtype)
+        if matrices[0].kind == "int8":
+            values = values.bitwise_xor_(MIDDLE["int8"]).view(torch.int8)
         step = SCALE_BLOCK if form == "blocks" else 1
         scale = torch.cat([matrix.scale[::step] for matrix in matrices])
         scale = scale if form == "int4" else scale.float()

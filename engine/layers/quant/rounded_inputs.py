@@ -1,13 +1,9 @@
 """Formats whose activations are rounded, too: to fp8 or int8, with one scale for each token."""
 
-from typing import Literal
-
 import torch
 
 from engine.layers.quant import fp8
-from engine.layers.quant.base import Gemm
-
-Inputs = Literal["fp8", "int8"] | None
+from engine.layers.quant.base import Gemm, Inputs
 
 
 def rounding_inputs(gemm: Gemm, inputs: Inputs) -> Gemm:

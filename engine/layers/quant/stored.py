@@ -166,8 +166,9 @@ class _Parts:
     @property
     def form(self) -> Form | None:
         """That of all matrices, as experts."""
-        forms: set[tuple[Form | None, bool]] = {  # zero points: all have them, or none
-            (None, False) if (f := p.format) is None else (f.stacks_as(p.count, self.inner, p.found), f.has_zeros)
+        forms: set[tuple[Form | None, bool, type | None]] = {  # zero points: all have them, or none
+            (None, False, None) if (f := p.format) is None
+            else (f.stacks_as(p.count, self.inner, p.found), f.has_zeros, type(f))
             for p in self.parts
         }
         return forms.pop()[0] if len(forms) == 1 else None
@@ -296,14 +297,20 @@ class StoredExperts(ExpertMethod):
                 blocks = sum(-(-part.count // SCALE_BLOCK) for part in self._parts.parts)
                 weights = layer.num_experts * layer.out_features * layer.in_features
                 return weights + 4 * blocks * -(-layer.in_features // SCALE_BLOCK)
+            if self.form == "rows":
+                return layer.num_experts * layer.out_features * (layer.in_features + 4)
             return self._parts.num_bytes()
         return layer.num_experts * layer.out_features * layer.in_features * self._parts.dtype.itemsize
 
     @property
     def fused(self) -> bool:  # type: ignore[override]
-        return self.form != "int4"
+        return self.form != "int4" and self.inputs != "int8"
+
+    @property
+    def inputs(self) -> Inputs:  # type: ignore[override]
+        return self._parts.inputs
 
     @property
     def stays_fp8(self) -> bool:
         """Whether a GPU multiplies them as `--quantization fp8`."""
-        return self.form == "rows"
+        return self.form == "rows" and self._parts.is_fp8_per_row

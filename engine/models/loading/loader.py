@@ -14,11 +14,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from engine.capabilities import ONLINE_INTEGERS
 from engine.errors import ConfigError, ModelError
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Linear
-from engine.layers.moe import ExpertLinear
+from engine.layers.moe import ExpertLinear, RoutedExperts
 from engine.layers.quant import FORMATS
 from engine.layers.weight_memory import for_good, weight_pool
 from engine.message import msg
@@ -34,7 +33,7 @@ _CONVERTIBLE = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}  #
 _RANDOM_BLOCK = (8 << 20) + 1  # elements; not a multiple of a row, so that rows differ
 
 
-def quantize(model: nn.Module, name: str, stored: str | None = None, device: torch.device = _CPU) -> None:
+def quantize(model: nn.Module, name: str, stored: str | None = None) -> None:
     """Before loading: quantise the decoder's linear layers that the format supports, and the output head if the format
     has a method for it.
 
@@ -54,18 +53,17 @@ def quantize(model: nn.Module, name: str, stored: str | None = None, device: tor
             msg("Leave the flag out to run the checkpoint in its own precision."),
         )  # fmt: skip
     quantized = FORMATS[name]
-    if device.type != "cpu" and name in ONLINE_INTEGERS and any(isinstance(m, ExpertLinear) for m in model.modules()):
-        raise ConfigError(
-            msg("--quantization {name}: the experts of this model are not quantised to integers on a GPU.", name=name),
-            "--quantization", msg("Use --quantization fp8."),
-        )  # fmt: skip
     for module in model.modules():
         if isinstance(module, LMHead) and quantized.head is not None and quantized.head.supports(module):
             module.use(quantized.head)
         elif isinstance(module, Linear) and module.quantizable and quantized.linear.supports(module):
             module.use(quantized.linear)
-        elif isinstance(module, ExpertLinear) and module.quantizable and quantized.experts.supports(module):
-            module.use(quantized.experts)
+        elif isinstance(module, RoutedExperts):
+            both = module.gate_up_proj, module.down_proj
+            fitting = [linear for linear in both if linear.quantizable and quantized.experts.supports(linear)]
+            if len(fitting) == 2 or quantized.experts.fused:  # else the kernels want both in one form
+                for linear in fitting:
+                    linear.use(quantized.experts)
 
 
 def compute_in(model: CausalLM, dtype: torch.dtype) -> None:

@@ -81,7 +81,7 @@ def use_stored_formats(
 
 def _agree(*methods: ExpertMethod) -> None:
     """The kernels want both products of an expert in one form."""
-    forms = {method.form if isinstance(method, StoredExperts) else None for method in methods}
+    forms = {(m.form, m.stays_fp8) if isinstance(m, StoredExperts) else (None, False) for m in methods}
     if len(forms) > 1:
         for method in methods:
             if isinstance(method, StoredExperts):

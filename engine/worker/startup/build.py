@@ -204,7 +204,7 @@ def empty_model(config: EngineConfig, model_config: ModelConfig, device: torch.d
     if tensors is not None:
         use_kv_scales(model, tensors, is_fp8=config.kv_cache_dtype.startswith("fp8"))
     if config.quantization is not None:
-        quantize(model, config.quantization, None if stored is None else stored.method, device)
+        quantize(model, config.quantization, None if stored is None else stored.method)
     for module in model.modules():
         if isinstance(module, Linear | RoutedExperts):
             module.fp8_activations = config.quantized_activations == "auto" and not config.batch_invariant

@@ -113,14 +113,14 @@ def post_norm(size, following, **options):
 
 def experts(num_experts, top_k, hidden, inner, dtype, tokens, **options):
     w13, w2 = blank(num_experts, 2 * inner, hidden, dtype=dtype), blank(num_experts, hidden, inner, dtype=dtype)
-    scales = [torch.zeros(w.shape[:2]) for w in (w13, w2)] if dtype == FP8 else []
+    scales = [torch.zeros(w.shape[:2]) for w in (w13, w2)] if dtype.itemsize == 1 else []
     routing = moe_experts.choose_experts(blank(tokens, num_experts), top_k)
     moe_experts.routed_experts(blank(tokens, hidden), *routing, w13, w2, *scales, **options)
 
 
 def few_tokens(num_experts, top_k, hidden, inner, width, dtype, tokens, *, factor, **options):
     def weight(*shape):
-        return blank(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
+        return blank(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype.itemsize == 1 else None
 
     (w13, scale13), (w2, scale2) = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
     x, dense = blank(tokens, hidden), None
@@ -134,7 +134,7 @@ def few_tokens(num_experts, top_k, hidden, inner, width, dtype, tokens, *, facto
 
 def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, factor, **options):
     def weight(*shape):
-        return blank(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
+        return blank(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype.itemsize == 1 else None
 
     (w13, scale13), (w2, scale2) = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
     x, dense = blank(tokens, hidden), None
@@ -146,6 +146,16 @@ def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, fac
     moe_decode.sparse_block(
         x, blank(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, dense=dense, **options
     )
+
+
+def experts_in_int8():
+    for tokens in (2, 9, 300, 4100):
+        experts(128, 8, 2048, 768, torch.int8, tokens)
+        experts(128, 8, 2816, 704, torch.int8, tokens, gate="gelu_tanh", int8_activations=True)
+    sparse_block(8, 2, 2048, 768, 0, torch.int8, 2, factor=False)
+    few_tokens(128, 8, 2048, 768, 0, torch.int8, 9, factor=False)
+    quantize.quantize_rows_to_int8(blank(3, 960))
+    quantize.quantize_rows_to_int8(blank(3, 6144))
 
 
 def experts_in_blocks(num_experts, top_k, hidden, inner, width, tokens, **options):
@@ -236,6 +246,7 @@ def run_all(gpu):
         ("fp8", 128, torch.float32), ("fp4", 16, torch.float32), ("fp4", 32, BF16),
     ):
         packed_products(kind, group, scales)
+    experts_in_int8()
     with_int8_cache()
     with_fp8_weights(gpu.fp8_units)
     if gpu.fp8_units:

@@ -1,7 +1,8 @@
 """Compares what is listed for a start with what a start and its requests launch on the GPU that is played, and with
 what all layers of the model need, not one of each kind.
 
-    python list_steps.py FAMILY [KEY=VALUE of EngineConfig ...]        one of gpu_kit's families
+    python list_steps.py FAMILY [stored=FORMAT] [KEY=VALUE of EngineConfig ...]      one of gpu_kit's families; as a
+                                                                                    checkpoint in one of FORMATS
 
 Prints JSON. Run by test_prebuild.py in a process of its own. No kernel runs.
 """
@@ -32,6 +33,10 @@ from engine.worker.startup.build import empty_model
 from engine.worker.startup.resolve import resolve_dtype, resolve_kv_dtype
 
 SEQS, TOKENS = 48, 256
+_BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+FORMATS = {
+    "w8a8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, _BY_TOKEN),
+}
 
 
 def launched(config, target):
@@ -66,12 +71,23 @@ def launched(config, target):
     return found
 
 
+def stored(name):
+    layout, weights, inputs = FORMATS[name]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group},
+            "ignore": ["lm_head", "re:.*(router|gate$|per_layer).*"]}  # fmt: skip
+
+
 def main(family, *options):
+    flags = dict(option.split("=") for option in options)
+    raw = SHAPE | FAMILIES[family]
+    if "stored" in flags:
+        raw |= {"quantization_config": stored(flags.pop("stored"))}
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
+        (Path(directory) / "config.json").write_text(json.dumps(raw))
         config = EngineConfig(
             Path(directory), load_format="dummy", max_num_seqs=SEQS, max_num_batched_tokens=TOKENS, max_model_len=1024,
-            **dict(option.split("=") for option in options),
+            **flags,
         )  # fmt: skip
         target, total = GPUS["h100"]
         listed = kernels_for(config, target, total)

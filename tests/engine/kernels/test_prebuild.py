@@ -27,6 +27,8 @@ def cache(tmp_path_factory):
         ["qwen3"], ["qwen3", "quantization=fp8", "kv_cache_dtype=fp8"],
         ["gemma4-26b"], ["gemma4-e2b", "quantization=fp8"], ["qwen3.5-moe", "quantization=fp8"],
         ["qwen3", "quantization=int4", "kv_cache_dtype=int8"], ["gemma4-e2b", "kv_cache_dtype=int8"],
+        ["qwen3-moe", "quantization=int8"], ["gemma4-26b", "quantization=int4"],
+        ["qwen3-moe", "stored=w8a8"],
     ],
 )  # fmt: skip
 def test_what_a_start_launches_was_listed(run, arguments):

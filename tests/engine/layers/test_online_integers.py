@@ -9,13 +9,13 @@ from test_oracle import run
 from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest
-from engine.errors import ConfigError
 from engine.kernels.gemm import cpu_integers
 from engine.kernels.gemm.packed.weight import dequantize
 from engine.layers.linear import Linear
-from engine.layers.moe import ExpertLinear
+from engine.layers.moe import ExpertLinear, RoutedExperts
 from engine.layers.quant import FORMATS
 from engine.layers.quant.online_integers import ONLINE, group_of, packed, quantized
+from engine.layers.quant.unquantized import UNQUANTIZED
 from engine.models.loading.loader import quantize
 from engine.models.registry import empty_model
 from engine.plan import PlannedGpu, plan_engine
@@ -133,16 +133,17 @@ def test_an_engine_runs_on_them(wide_llama, name, dtype):
         assert tokens["0"][0] == oracle.greedy(wide_llama, prompts[0], 1)[0]
 
 
-def test_experts_of_a_gpu_are_refused(tiny_llama_dir):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = ExpertLinear(2, 64, 64)
-
-    with pytest.raises(ConfigError, match="experts"):
-        quantize(Model(), "int4", None, torch.device("cuda"))
-    quantize(model := Model(), "int4", None, torch.device("cpu"))
-    assert model.experts.method is FORMATS["int4"].experts
+@pytest.mark.parametrize(("name", "width", "methods"), [
+    ("int4", 64, ("int4", "int4")), ("int4", 96, (None, None)), ("int8", 96, ("int8", "int8")),
+    ("int8", 72, (None, None)), ("int8", 48, (None, None)),
+])  # fmt: skip
+def test_experts_are_quantised_where_the_kernels_read_them(name, width, methods):
+    """int4: both products, or none."""
+    model = torch.nn.Module()
+    model.experts = RoutedExperts(128, width, 2)
+    quantize(model, name)
+    expected = [UNQUANTIZED.experts if each is None else FORMATS[each].experts for each in methods]
+    assert [model.experts.gate_up_proj.method, model.experts.down_proj.method] == expected
 
 
 @pytest.mark.parametrize("name", ONLINE)
