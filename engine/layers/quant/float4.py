@@ -39,18 +39,16 @@ class Nvfp4(StoredFormat):
         return msg("groups of {group} in rows of {inner}", group=16, inner=inner) if inner % 16 else None
 
     def read(self, stored: Mapping[str, torch.Tensor], name: str) -> Packed:
-        factor = check_scale(name, self.global_scale, stored[self.global_scale]).float().reshape(1, 1)
-        scale = check_scale(name, "weight_scale", stored["weight_scale"].float())
-        if self.global_scale == "weight_scale_2":
-            scale = scale * factor
-        elif factor.item() == 0:
+        factor = check_scale(name, self.global_scale, stored[self.global_scale]).float().reshape(1)
+        check_scale(name, "weight_scale", stored["weight_scale"].float())
+        divides = self.global_scale != "weight_scale_2"
+        if divides and factor.item() == 0:
             raise bad_values(name, self.global_scale, msg("it is zero, and scales are divided by it"))
-        else:
-            scale = scale / factor
-        return Packed("fp4", 16, _in_pairs(stored[self.main], 16), scale)
+        values, scale = _in_pairs(stored[self.main], 16), stored["weight_scale"]
+        return Packed("fp4", 16, values, scale, factor=factor.repeat(len(values)), divides=divides)
 
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
-        return out * inner // 2 + out * inner // 16 * 4
+        return out * inner // 2 + out * inner // 16 + 4 * out
 
 
 def _in_pairs(values: torch.Tensor, group: int) -> torch.Tensor:
@@ -73,11 +71,9 @@ class Mxfp4(StoredFormat):
         return msg("groups of {group} in rows of {inner}", group=32, inner=inner) if inner % 32 else None
 
     def read(self, stored: Mapping[str, torch.Tensor], name: str) -> Packed:
-        exponent = stored["weight_scale"]
-        if (exponent == _NAN).any():
+        if (stored["weight_scale"] == _NAN).any():
             raise bad_values(name, "weight_scale", msg("it holds infinite values or NaN"))
-        scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent.int() - 127)
-        return Packed("fp4", 32, _in_pairs(stored["weight_packed"], 32), scale.to(torch.bfloat16))
+        return Packed("fp4", 32, _in_pairs(stored["weight_packed"], 32), stored["weight_scale"])
 
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
-        return out * inner // 2 + out * inner // 32 * 2
+        return out * inner // 2 + out * inner // 32

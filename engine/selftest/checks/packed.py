@@ -1,5 +1,6 @@
 """GEMMs with packed weights (kernels/gemm/packed/weight.py) against the same weights as plain numbers."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,13 @@ def packed_product(side: Side, *, kind: Kind, rows: int, group: int, with_zero: 
     else:
         values = side.randint(256, outputs, inner // (1 if kind == "int8" else 2)).to(torch.uint8)
     zero = side.randint(16, outputs, inner // group).to(torch.uint8) if with_zero else None
-    weight = Packed(kind, group, values, 0.02 + side.randn(outputs, inner // group).abs() * 0.002, zero)
+    scale = 0.02 + side.randn(outputs, inner // group).abs() * 0.002
+    weight = Packed(kind, group, values, scale, zero)
+    if kind == "fp4" and group == 16:
+        factor = 0.001 + side.randn(outputs).abs() * 0.001
+        weight = replace(weight, scale=(scale * 4000).to(torch.float8_e4m3fn), factor=factor)
+    elif kind == "fp4":
+        weight = replace(weight, scale=side.randint(8, outputs, inner // group).add(118).to(torch.uint8))
     with side.clock():
         y, wide = side.packed.matmul(x, weight), side.packed.unpacked(weight, side.dtype)
     return [numbers(y, 2), exact(wide)]
@@ -76,7 +83,8 @@ CHECKS = [
     Check("norm, int4 product, residual", partial(int4_gemv_in_layer, rows=2, with_zero=True)),
     Check("norm, int4 product, gate", partial(int4_gemv_in_layer, rows=1, with_zero=False, gate="silu")),
     Check("packed product int8", partial(packed_product, kind="int8", rows=40, group=512)),
-    Check("packed product fp4", partial(packed_product, kind="fp4", rows=5, group=16)),
+    Check("packed product nvfp4", partial(packed_product, kind="fp4", rows=5, group=16)),
+    Check("packed product mxfp4", partial(packed_product, kind="fp4", rows=5, group=32)),
     Check("packed product fp8", partial(packed_product, kind="fp8", rows=20, group=128), True),
     Check("fp8 rows, int4 weight", partial(group_scaled_product, kind="int4", rows=9), True),
     Check("many fp8 rows, int4 weight", partial(group_scaled_product, kind="int4", rows=150), True),

@@ -243,7 +243,7 @@ def run_all(gpu):
         experts_in_int4(128, 8, 2048, 512, 128, tokens, with_zeros=True)
     for kind, group, scales in (
         ("int4", 32, BF16), ("int4", 128, torch.float16), ("int4", 4096, BF16), ("int8", 64, BF16), ("fp8", 128, BF16),
-        ("fp8", 128, torch.float32), ("fp4", 16, torch.float32), ("fp4", 32, BF16),
+        ("fp8", 128, torch.float32), ("fp4", 16, FP8), ("fp4", 32, torch.uint8),
     ):
         packed_products(kind, group, scales)
     experts_in_int8()
@@ -272,7 +272,8 @@ def packed_products(kind, group, scales):
     values = blank(4096, width, dtype=FP8 if kind == "fp8" else torch.uint8)
     scale = blank(4096, 4096 // group, dtype=scales)
     zero = blank(4096, 4096 // group, dtype=torch.uint8) if scales == torch.float16 else None
-    weight = Packed(kind, group, values, scale, zero)
+    factor = torch.zeros(4096) if scales == FP8 else None
+    weight = Packed(kind, group, values, scale, zero, factor=factor, divides=True)
     for rows in (1, 2, 8, 32, 64, 200):
         matmul.matmul(blank(rows, 4096), weight)
     if kind == "int4":

@@ -19,8 +19,6 @@ MORE_SPILLED = {
     ("8.0", "_run_chunks_kernel"): 512,
     ("8.9", "_run_chunks_kernel"): 512,
     ("12.0", "_run_chunks_kernel"): 576,
-    ("8.0", "_packed_kernel"): 320,  # fp4: its tiles were chosen for int4
-    ("9.0", "_packed_kernel"): 384,
     ("9.0", "_mixed_kernel"): 448,  # heads of 512 numbers with a cache in fp8, whose queries have two forms
 }
 NOT_TUNED = ("_attention_kernel", "_product_kernel")  # both batch_invariant: behind a switch, right but not yet fast

@@ -5,6 +5,7 @@ import quantized_files as files
 from test_quantized_families import BENCH, published
 
 from engine.config import EngineConfig
+from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
 from engine.models.registry import empty_model
 from engine.plan import weight_bytes
@@ -48,3 +49,15 @@ def test_experts_that_become_integers_while_they_load(name, bits):
     saved = (sizes[0] - sizes[1]) / experts
     assert saved > 2 - bits / 8
     assert saved < 1.15 * (2 - bits / 8)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32)])
+def test_linear_layers_in_fp4(tmp_path, name, bits):
+    """A scale of a group is one byte, and NVFP4 has a float32 for each output."""
+    sizes = []
+    for quantization in (None, files.FORMATS[name][0]):
+        model = published(tmp_path, "qwen3-8b", quantization)
+        sizes.append(weight_bytes(EngineConfig(tmp_path))[0])
+    linears = [m for m in model.modules() if isinstance(m, Linear) and m.quantizable]
+    kept = sum(m.out_features * (m.in_features * bits / 8 + (4 if name == "nvfp4" else 0)) for m in linears)
+    assert sizes[0] - sizes[1] == sum(2 * m.out_features * m.in_features for m in linears) - kept

@@ -10,7 +10,7 @@ them to x's dtype in registers, and multiplies on the tensor cores. The two halv
 PAIR apart: each half is multiplied separately, by its own columns of x, so nothing moves between threads.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ import triton.language as tl
 
 from engine.kernels.gemm.packed import int4_gemm, int4_gemv
 from engine.kernels.gemm.packed.weight import MIDDLE, Packed, pair_distance
+from engine.kernels.pointwise.e2m1 import from_e2m1, group_scale
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
@@ -73,12 +74,7 @@ def _column(w, IN_WORD: tl.constexpr, PAIR: tl.constexpr):
 def _number(code, KIND: tl.constexpr):
     """The float32 values of codes of a kind, before the zero point is subtracted."""
     if KIND == "fp4":
-        code = code.to(tl.int32)
-        size = code & 7
-        bits = (((size >> 1) + 126) << 23) | ((size & 1) << 22)
-        normal = bits.to(tl.float32, bitcast=True)
-        number = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
-        number = tl.where((code & 8) != 0, -number, number)
+        number = from_e2m1(code)
     elif KIND == "fp8":
         number = widened(code, tl.float32)
     else:
@@ -88,10 +84,10 @@ def _number(code, KIND: tl.constexpr):
 
 @kernel
 def _packed_kernel(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, y_ptr, M, x_stride,
+    x_ptr, w_ptr, scale_ptr, zero_ptr, factor_ptr, y_ptr, M, x_stride,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr,
-    PAIR: tl.constexpr, MP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    E8M0: tl.constexpr, DIVIDES: tl.constexpr, PAIR: tl.constexpr, MP: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     IN_WORD: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     WIDTH: tl.constexpr = K // IN_WORD
@@ -119,7 +115,7 @@ def _packed_kernel(
         else:
             codes = tl.load(w_at + at, mask=n_live[:, None] & live[None, :], other=0.0)
         column = at * IN_WORD
-        scale = spread(scales, BLOCK_W)
+        scale = spread(group_scale(scales, E8M0), BLOCK_W)
         scales = _of_groups(scale_ptr, n, n_live, column + SPAN, GROUP, K, SPAN, IN_WORD)  # loaded ahead
         zero = MIDDLE
         if zero_ptr is not None:
@@ -132,15 +128,18 @@ def _packed_kernel(
             acc = tl.dot(((_number(codes & 15, KIND) - zero) * scale).to(x.dtype), x, acc)
             x = tl.load(x_at + column + PAIR, mask=m_mask & live[:, None], other=0.0)
             acc = tl.dot(((_number(codes >> 4, KIND) - zero) * scale).to(x.dtype), x, acc)
+    if factor_ptr is not None:  # here, because codes times scales are exact in x's dtype without it
+        factor = tl.load(factor_ptr + n, mask=n_live, other=1.0)[:, None]
+        acc = acc / factor if DIVIDES else acc * factor
     y_at = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=n_live[:, None] & m_mask)
 
 
 @kernel
 def _unpack_kernel(
-    w_ptr, scale_ptr, zero_ptr, y_ptr,
+    w_ptr, scale_ptr, zero_ptr, factor_ptr, y_ptr,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr,
-    PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    E8M0: tl.constexpr, DIVIDES: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     IN_WORD: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     WIDTH: tl.constexpr = K // IN_WORD
@@ -153,7 +152,11 @@ def _unpack_kernel(
     codes = tl.load(w_ptr + n[:, None].to(tl.int64) * WIDTH + w[None, :], mask=n_live[:, None] & (w < WIDTH)[None, :],
                     other=0.0)  # fmt: skip
     SPAN: tl.constexpr = BLOCK_W * IN_WORD
-    scale = spread(_of_groups(scale_ptr, n, n_live, at * IN_WORD, GROUP, K, SPAN, IN_WORD), BLOCK_W)
+    scale = group_scale(_of_groups(scale_ptr, n, n_live, at * IN_WORD, GROUP, K, SPAN, IN_WORD), E8M0)
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr + n, mask=n_live, other=1.0)[:, None]
+        scale = tl.math.div_rn(scale, factor) if DIVIDES else scale * factor
+    scale = spread(scale, BLOCK_W)
     zero = MIDDLE
     if zero_ptr is not None:
         zero = spread(_of_groups(zero_ptr, n, n_live, at * IN_WORD, GROUP, K, SPAN, IN_WORD), BLOCK_W)
@@ -183,10 +186,9 @@ def small_batch_gemm(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None 
         tiles = packed_tiles(rows, shared_memory(x.device))
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     _packed_kernel(
-        (triton.cdiv(outputs, tiles.block_n),), x, packed.values, packed.scale, packed.zero, y, rows, x.stride(0),
-        N=outputs, K=inner, KIND=packed.kind, GROUP=packed.group, MIDDLE=MIDDLE.get(packed.kind, 0),
-        PAIR=pair_distance(packed.group), MP=max(16, triton.next_power_of_2(rows)), BLOCK_N=tiles.block_n,
-        BLOCK_W=tiles.block_w, STAGES=tiles.stages,
+        (triton.cdiv(outputs, tiles.block_n),), x, packed.values, packed.scale, packed.zero, packed.factor, y, rows,
+        x.stride(0), N=outputs, K=inner, **_constants(packed), MP=max(16, triton.next_power_of_2(rows)),
+        BLOCK_N=tiles.block_n, BLOCK_W=tiles.block_w, STAGES=tiles.stages,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y
@@ -199,11 +201,17 @@ def unpacked(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
     block_n, block_w = 16, 64
     grid = triton.cdiv(outputs, block_n) * triton.cdiv(packed.values.shape[1], block_w)
     _unpack_kernel(
-        (grid,), packed.values, packed.scale, packed.zero, y, N=outputs, K=inner, KIND=packed.kind,
-        GROUP=packed.group, MIDDLE=MIDDLE.get(packed.kind, 0), PAIR=pair_distance(packed.group), BLOCK_N=block_n,
-        BLOCK_W=block_w, num_warps=4,
+        (grid,), packed.values, packed.scale, packed.zero, packed.factor, y, N=outputs, K=inner, **_constants(packed),
+        BLOCK_N=block_n, BLOCK_W=block_w, num_warps=4,
     )  # fmt: skip
     return y
+
+
+def _constants(packed: Packed) -> dict[str, Any]:
+    return {
+        "KIND": packed.kind, "GROUP": packed.group, "MIDDLE": MIDDLE.get(packed.kind, 0),
+        "E8M0": packed.scale.dtype == torch.uint8, "DIVIDES": packed.divides, "PAIR": pair_distance(packed.group),
+    }  # fmt: skip
 
 
 def matmul(x: torch.Tensor, packed: Packed, *, batch_invariant: bool = False) -> torch.Tensor:

@@ -3,8 +3,9 @@
     W[n, k] = (q[n, k] - zero[n, k / group]) * scale[n, k / group]
 
 On every device, the difference and the product are computed in float32 and rounded once, to the dtype of the
-activations. Every checkpoint format (engine/layers/quant/) is read into this one form, so that the kernels beside this
-file serve them all.
+activations; where fp4 has a factor for a whole row, products of few rows apply it to the sum instead, and round nothing.
+Every checkpoint format (engine/layers/quant/) is read into this one form, so that the kernels beside this file serve
+them all.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ class Packed:
 
     values   int4, fp4: uint8 [N, K / 2], two columns of a group in a byte (`pack_pairs`)
              int8: uint8 [N, K], 128 stands for zero;   fp8: e4m3 [N, K]
-    scale    float [N, groups]
+    scale    float [N, groups]; of fp4 mostly in a byte: e4m3 or, as uint8, a power of two (pointwise/e2m1.py)
+    factor   float32 [N]: it multiplies the scales of a row or, if `divides`, divides them
     zero     uint8 [N, groups] in an asymmetric integer format
     columns  int64 [K]: column k multiplies x[columns[k]]; for formats that reorder columns
     block    so many rows, one after another, have the same scales
@@ -39,6 +41,8 @@ class Packed:
     zero: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     block: int = 1
+    factor: torch.Tensor | None = None
+    divides: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,18 +51,19 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.values, self.scale, self.zero, self.columns) if t is not None)
+        tensors = self.values, self.scale, self.zero, self.columns, self.factor
+        return sum(t.nbytes for t in tensors if t is not None)
 
     def rows(self, index: torch.Tensor) -> "Packed":
         """The rows with these indices, in this order."""
-        zero = None if self.zero is None else self.zero[index]
-        values = self.values.view(torch.uint8)[index].view(self.values.dtype)
-        return replace(self, values=values, scale=self.scale[index], zero=zero, block=1)
+        zero, factor = (None if t is None else t[index] for t in (self.zero, self.factor))
+        values, scale = _rows_of(self.values, index), _rows_of(self.scale, index)
+        return replace(self, values=values, scale=scale, zero=zero, block=1, factor=factor)
 
     def joins(self, other: "Packed") -> bool:
         """Whether one kernel can multiply both as one weight."""
-        same = (self.kind, self.group, self.scale.dtype) == (other.kind, other.group, other.scale.dtype)
-        if not same or (self.columns is None) != (other.columns is None):
+        ours, theirs = ((p.kind, p.group, p.scale.dtype, p.factor is None, p.divides) for p in (self, other))
+        if ours != theirs or (self.columns is None) != (other.columns is None):
             return False
         return self.columns is None or (other.columns is not None and torch.equal(self.columns, other.columns))
 
@@ -84,11 +89,26 @@ def _above_one_another(parts: list[Packed]) -> Packed:
             torch.full(part.scale.shape, middle, dtype=torch.uint8, device=part.scale.device)
             if part.zero is None else part.zero for part in parts
         ])  # fmt: skip
-    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(first.values.dtype)
+    values, scale = _joined([part.values for part in parts]), _joined([part.scale for part in parts])
+    factors = [part.factor for part in parts if part.factor is not None]
     block = min(part.block for part in parts)
     if any(part.block % block or part.shape[0] % block for part in parts):
         block = 1
-    return replace(first, values=values, scale=torch.cat([part.scale for part in parts]), zero=zeros, block=block)
+    factor = torch.cat(factors) if factors else None
+    return replace(first, values=values, scale=scale, zero=zeros, block=block, factor=factor)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Not every operation takes fp8."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _rows_of(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return _as_bytes(tensor)[index].view(tensor.dtype)
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([_as_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
 
 
 def pair_distance(group: int) -> int:
@@ -137,7 +157,17 @@ def _numbers(packed: Packed, rows: slice, inner: int) -> torch.Tensor:
         numbers = (unpack_pairs(values, packed.group) if packed.kind == "int4" else values).float()
         zero = MIDDLE[packed.kind] if packed.zero is None else _spread(packed.zero[rows], packed.group, inner)
         numbers = numbers - zero
-    return numbers * _spread(packed.scale[rows], packed.group, inner)
+    return numbers * _spread(_scales(packed, rows), packed.group, inner)
+
+
+def _scales(packed: Packed, rows: slice) -> torch.Tensor:
+    scale = packed.scale[rows]
+    if scale.dtype == torch.uint8:
+        return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
+    if packed.factor is None:
+        return scale.float()
+    factor = packed.factor[rows, None]
+    return scale.float() / factor if packed.divides else scale.float() * factor
 
 
 def _spread(of_groups: torch.Tensor, group: int, inner: int) -> torch.Tensor:
