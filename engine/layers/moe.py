@@ -89,6 +89,7 @@ class ExpertLinear(nn.Module):
     weight: nn.Parameter
     scale: nn.Parameter | None  # of a quantised weight: [E, out] float32 in fp8 and int8
     zero: nn.Parameter | None  # of integers that are not symmetric, shaped like the scale
+    factor: nn.Parameter | None  # of fp4: [E, out] float32, which multiplies the scales
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -103,6 +104,7 @@ class ExpertLinear(nn.Module):
         self.method = method
         self.register_parameter("scale", None)
         self.register_parameter("zero", None)
+        self.register_parameter("factor", None)
         method.create(self)
 
     def weights(self, prefix: str, expert: int, outputs: slice = slice(None)) -> Tensors:
@@ -168,9 +170,13 @@ class RoutedExperts(nn.Module):
     def zeros(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return self.gate_up_proj.zero, self.down_proj.zero
 
+    @property
+    def factors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.gate_up_proj.factor, self.down_proj.factor
+
     def wants_fp8(self, rows: int) -> bool:
         """As Linear.wants_fp8."""
-        scaled = self.gate_up_proj.scale is not None and self.form != "int4"
+        scaled = self.gate_up_proj.scale is not None and self.form in ("rows", "blocks")
         if rows <= VECTOR_TOKENS or not self.fused or not scaled or not self._reads_fp8:
             return False
         weight = self.gate_up_proj.weight
@@ -231,8 +237,9 @@ class RoutedExperts(nn.Module):
             gpu = target_of(values.device)
             tiles = tiles_for(self.shape(routing.experts.shape[1], gpu), _INVARIANT_TOKENS, gpu.shared_memory)
         return routed_experts(
-            kernel_rows(x), *routing, *self.stacks, zeros=self.zeros, gate=self.gate, residual=residual,
-            fp8_activations=self._reads_fp8, int8_activations=self._rounds_to_int8, tiles=tiles, dtype=x.dtype,
+            kernel_rows(x), *routing, *self.stacks, zeros=self.zeros, factors=self.factors, gate=self.gate,
+            residual=residual, fp8_activations=self._reads_fp8, int8_activations=self._rounds_to_int8, tiles=tiles,
+            dtype=x.dtype,
         )  # fmt: skip
 
     @property

@@ -1,7 +1,7 @@
 """Mixture of experts on a GPU: the choice of experts, and their gated MLPs over all tokens of a step.
 
 Up to VECTOR_TOKENS tokens (int4: more), each (token, expert) pair reads the expert's weights for itself: see
-moe.decode and moe.int4.
+moe.decode, moe.int4 and moe.packed.
 
 With more tokens, the pairs are grouped by expert into blocks of rows, and multiplied by moe.grouped_gemm. With 5 to 64,
 the router and a dense branch join in: see moe.few_tokens.
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from engine.kernels.gemm.packed.int4_gemv import aligned
 from engine.kernels.moe import decode as moe_decode
-from engine.kernels.moe import int4
+from engine.kernels.moe import int4, packed
 from engine.kernels.moe.grouped_gemm import Groups, Rows, add_up, expert_product
 from engine.kernels.moe.tiles import (
     DecodeTiles,
@@ -35,7 +35,7 @@ from engine.kernels.moe.tiles import (
 from engine.kernels.moe.top_k import MOST_EXPERTS, all_experts
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
-Zeros = tuple[torch.Tensor | None, torch.Tensor | None]  # zero points of w13 and w2, shaped like their scales
+Both = tuple[torch.Tensor | None, torch.Tensor | None]  # of w13 and of w2, or of neither
 
 _STEP = tl.constexpr(16)  # pairs, or blocks, that the grouping kernels handle at a time
 
@@ -198,7 +198,8 @@ def routed_experts(
     scale13: torch.Tensor | None = None,
     scale2: torch.Tensor | None = None,
     *,
-    zeros: Zeros = (None, None),
+    zeros: Both = (None, None),
+    factors: Both = (None, None),
     gate: str = "silu",
     residual: torch.Tensor | None = None,
     fp8_activations: bool = True,
@@ -208,8 +209,9 @@ def routed_experts(
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
     up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales: scale13 [E, 2 I] and scale2 [E, H] or, in blocks,
-    [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉]. int8 weights have a scale for each output. int4 weights:
-    see moe.int4; `zeros` as uint8.
+    [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉]. int8 weights have a scale for each output. Other
+    integers and fp4: see moe.int4 and moe.packed; `zeros` are their zero points, shaped like the scales, and `factors`
+    those of outputs.
 
     `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
     `fp8_activations`: those of grouped pairs are rounded for fp8 weights, if the GPU has fp8 units. More than
@@ -227,9 +229,9 @@ def routed_experts(
     fp8_activations = fp8_activations and zeros == (None, None)
     if tokens <= by_pairs(form) and not int8_activations and not isinstance(tiles, Tiles):
         assert isinstance(x, torch.Tensor)
-        if scale13 is not None and scale2 is not None and form == "int4":
-            stacks, scales, add = (w13, w2), (scale13, scale2), residual is not None
-            return _few_in_int4(x, weights, experts, stacks, scales, zeros, gate, out, add)
+        if scale13 is not None and scale2 is not None and form not in ("rows", "blocks"):
+            scales, more = (scale13, scale2), (zeros,) if form == "int4" else (zeros, factors)
+            return _by_pairs(x, weights, experts, (w13, w2), scales, more, gate, out, residual is not None)
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
     options: Any = {"fp8_activations": fp8_activations, "int8_activations": int8_activations}
     if tiles is None:
@@ -237,28 +239,30 @@ def routed_experts(
     assert isinstance(tiles, Tiles)
     groups = group(experts, num_experts, tiles.rows)
     options["dtype"] = dtype
-    h = expert_product(x, w13, scale13, groups, top_k, tiles.gate_up, gate=gate, zero=zeros[0], **options)
-    y = expert_product(h, w2, scale2, groups, 1, tiles.down, gate=None, zero=zeros[1], **options)
+    (zero13, zero2), (factor13, factor2), up, down = zeros, factors, tiles.gate_up, tiles.down
+    h = expert_product(x, w13, scale13, groups, top_k, up, gate=gate, zero=zero13, factor=factor13, **options)
+    y = expert_product(h, w2, scale2, groups, 1, down, gate=None, zero=zero2, factor=factor2, **options)
     add_up(y, weights, out, top_k, add=residual is not None)
     return out
 
 
-def _few_in_int4(
+def _by_pairs(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
     stacks: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor, torch.Tensor],
-    zeros: Zeros,
+    more: tuple[Both, ...],
     gate: str,
     out: torch.Tensor,
     add: bool,
 ) -> torch.Tensor:
+    """`more`: zero points and, if the format may have them, factors."""
     (w13, w2), (scale13, scale2), top_k = stacks, scales, experts.shape[1]
-    _, hidden, half = w2.shape
-    h = torch.empty(experts.numel(), 2 * half, dtype=x.dtype, device=x.device)
-    y = torch.empty(experts.numel(), hidden, dtype=x.dtype, device=x.device)
-    int4.pairs_product(aligned(x), w13, scale13, zeros[0], experts, h, top_k, gate=gate)
-    int4.pairs_product(h, w2, scale2, zeros[1], experts, y, 1, gate=None)
+    product = int4.pairs_product if form_of(w2, scale2) == "int4" else packed.pairs_product
+    h = torch.empty(experts.numel(), w13.shape[1] // 2, dtype=x.dtype, device=x.device)
+    y = torch.empty(experts.numel(), w2.shape[1], dtype=x.dtype, device=x.device)
+    product(aligned(x), w13, scale13, *(each[0] for each in more), experts, h, top_k, gate=gate)
+    product(h, w2, scale2, *(each[1] for each in more), experts, y, 1, gate=None)
     add_up(y, weights, out, top_k, add=add)
     return out

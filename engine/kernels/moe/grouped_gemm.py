@@ -6,7 +6,8 @@ results. `add_up` weights and sums the k rows of a token, in the order in which 
 fp8 weights have a scale for each output of an expert, or for each block of 128 x 128 numbers (moe.group_scaled);
 activations are quantised to fp8, with a scale per row. On GPUs without fp8 units, and where the caller wants it,
 activations stay as they are, and weights are widened on the fly. int8 weights have a scale for each output; they are
-widened, too, or meet activations in int8, if the checkpoint wants these. int4: moe.int4.
+widened, too, or meet activations in int8, if the checkpoint wants these. int4: moe.int4; fp4, and int8 in groups:
+moe.packed.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.moe import group_scaled, int4
+from engine.kernels.moe import group_scaled, int4, packed
 from engine.kernels.moe.tiles import Form, MatrixTiles, form_of, is_int8, reads_fp8
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
@@ -194,10 +195,11 @@ def expert_product(
     int8_activations: bool = False,
     dense: DenseParts | None = None,
     zero: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[pairs, N]: each pair's row of x (number pair // share) times its expert's weight, with the gate applied. Pairs
     of the dense branch follow those of the experts. `fp8_activations` and `int8_activations` as in
-    moe.experts.routed_experts. `zero`: zero points of int4 weights."""
+    moe.experts.routed_experts. `zero`, `factor`: zero points, and factors of fp4's outputs."""
     form = form_of(weight, scale)
     fp8 = fp8_activations and _meets_fp8(weight, scale, zero, form)
     values, x_scale = _in_int8(x, weight, form) if int8_activations else _in_form(x, fp8)
@@ -215,6 +217,8 @@ def expert_product(
         places = order, blocks, out, share, rows, tiles
         if form == "int4":
             int4.grouped_product(values, x_scale, weight, scale, zero, *places, gate=gate)
+        elif form in ("int8", "fp4"):
+            packed.grouped_product(values, weight, scale, zero, factor, *places, gate=gate)
         else:
             group_scaled.grouped_product(values, x_scale, weight, scale, *places, gate=gate)
         return out
@@ -232,6 +236,8 @@ def expert_product(
 def _meets_fp8(weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None, form: Form) -> bool:
     """Whether activations in fp8 may meet this weight."""
     if scale is None or zero is not None or is_int8(weight) or not target_of(weight.device).fp8_units:
+        return False
+    if form == "fp4":
         return False
     return form != "int4" or reads_fp8(2 * weight.shape[2] // scale.shape[2])
 

@@ -29,9 +29,10 @@ _TUNED = Path(__file__).with_name("tuned.json")
 
 
 Key = tuple[int | str | None, ...]  # a shape and the width of the dense branch
-# Scales of a stack of weights: one for each output (or none) | for each block of 128 x 128 numbers | of int4, for each
-# output and group of columns.
-Form = Literal["rows", "blocks", "int4"]
+# Scales of a stack of weights: one for each output (or none) | for each block of 128 x 128 numbers | of int4, int8 and
+# fp4, for each output and group of columns.
+Form = Literal["rows", "blocks", "int4", "int8", "fp4"]
+_IN_BYTES: tuple[Form, ...] = ("int4", "fp4")  # two numbers in a byte
 
 
 class Shape(NamedTuple):
@@ -55,7 +56,11 @@ def form_of(weight: "torch.Tensor", scale: "torch.Tensor | None") -> Form:
     """The form of a stack of experts with these weights and scales."""
     if scale is None or scale.dim() == 2:
         return "rows"
-    return "blocks" if weight.is_floating_point() else "int4"
+    if weight.is_floating_point():
+        return "blocks"
+    if is_int8(weight):
+        return "int8"
+    return "fp4" if scale.element_size() == 1 else "int4"
 
 
 def is_int8(weight: "torch.Tensor") -> bool:
@@ -68,7 +73,7 @@ def by_pairs(form: Form) -> int:
 
 
 def groups_fit(group: int, inner: int) -> bool:
-    """Whether the kernels read int4 rows of `inner` numbers in such groups."""
+    """Whether the kernels read rows of `inner` integers in such groups."""
     return inner % 64 == 0 and (group in (32, 64) or group % SCALE_BLOCK == 0 or group == inner)
 
 
@@ -78,16 +83,18 @@ def reads_fp8(group: int) -> bool:
 
 
 def widens(weight: "torch.Tensor", gpu: Target, *, fp8_activations: bool, int8_activations: bool) -> bool:
-    """Whether weights of 8 bits meet activations in 16 bits, in kernels for many tokens."""
+    """Whether weights of 8 bits or less meet activations in 16 bits, in kernels for many tokens."""
     return not (int8_activations if is_int8(weight) else fp8_activations and gpu.fp8_units)
 
 
 def shape_of(w2: "torch.Tensor", scale2: "torch.Tensor | None", top_k: int, *, widened: bool = False) -> Shape:
     """The shape of experts with these weights [E, H, I] of their last product, and their scales."""
     (num_experts, hidden, inner), form = w2.shape, form_of(w2, scale2)
-    if scale2 is not None and form == "int4":
+    if form in _IN_BYTES:
         inner *= 2
+    if scale2 is not None and form == "int4":
         widened = widened or not reads_fp8(inner // scale2.shape[2])
+    widened = widened or form in ("int8", "fp4")
     size = w2.element_size()
     return Shape(num_experts, top_k, hidden, inner, size, widened and size == 1, form)
 
@@ -171,7 +178,7 @@ def all_kinds(shape: Shape, most: int, shared: int, gpu: Target | None = None) -
     seen, found = set(), []
     for tokens in range(1, most + 1):
         pairs = tokens * shape.top_k
-        if shape.form == "int4" and tokens <= by_pairs(shape.form):
+        if shape.form not in ("rows", "blocks") and tokens <= by_pairs(shape.form):
             kind = 0
         elif tokens <= VECTOR_TOKENS:
             kind = _power_of_two(tokens)
@@ -214,8 +221,9 @@ def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     weights = 2 if gate else 1
     if shape.form != "rows":  # each step has a product of its own, in as many registers as the sums
         block_n, warps = 128 if rows == 128 and not gate else 64, 8 if rows == 128 else 4
-        block_k = SCALE_BLOCK if inner % SCALE_BLOCK == 0 else SCALE_BLOCK // 2
-        of_weight = weights * block_n * block_k // (2 if shape.form == "int4" else 1)
+        short = inner % SCALE_BLOCK != 0 or (shape.form == "int8" and rows == 128)  # there longer steps need a stack
+        block_k = SCALE_BLOCK // 2 if short else SCALE_BLOCK
+        of_weight = weights * block_n * block_k // (2 if shape.form in _IN_BYTES else 1)
         stage = of_weight + rows * shape.x_itemsize * block_k
         room = shared - 1024 if rows == 128 else shared // 2 - 1024
         return MatrixTiles(block_n, block_k, warps, max(2, min(6, room // stage)))

@@ -111,6 +111,7 @@ class ExpertLayer(Sides, Protocol):
     weight: nn.Parameter
     scale: nn.Parameter | None
     zero: nn.Parameter | None
+    factor: nn.Parameter | None
     packed: list[Any]
     compute_dtype: torch.dtype | None
 

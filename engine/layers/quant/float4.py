@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.gemm.packed.weight import Packed, pack_pairs
+from engine.kernels.moe.tiles import Form
 from engine.layers.quant.stored import Found, Inputs, Spec, StoredFormat, bad_values, check_scale, scalar_spec
 from engine.message import msg
 
@@ -50,6 +51,9 @@ class Nvfp4(StoredFormat):
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         return out * inner // 2 + out * inner // 16 + 4 * out
 
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
+        return _form(out, inner)
+
 
 def _in_pairs(values: torch.Tensor, group: int) -> torch.Tensor:
     """From neighbours in a byte to the pairs of the packed form."""
@@ -77,3 +81,11 @@ class Mxfp4(StoredFormat):
 
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         return out * inner // 2 + out * inner // 32
+
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
+        return _form(out, inner)
+
+
+def _form(out: int, inner: int) -> Form | None:
+    """That of experts."""
+    return "fp4" if out % 16 == 0 and inner % 64 == 0 else None

@@ -74,7 +74,7 @@ class Gptq(StoredFormat):
     def _check_symmetric(self, zero: torch.Tensor, name: str) -> None:
         """Writers disagree whether a symmetric file stores the middle or one less; anything else is not symmetric."""
         middle = 1 << (self.bits - 1)
-        if not ((zero == middle) | (zero == middle - 1)).all():
+        if ((zero != middle) & (zero != middle - 1)).any():
             raise bad_values(name, "qzeros", msg("config.json says that the weights are symmetric, and it holds other "
                                                  "zero points"))
 

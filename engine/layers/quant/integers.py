@@ -78,11 +78,12 @@ def sides_refusal(bits: int, group: int, out: int, inner: int, *, along: int) ->
 
 def experts_form(bits: int, group: int, out: int, inner: int, *, zeros: bool) -> Form | None:
     """That of experts whose columns are in order."""
-    if out % 16:
+    if out % 16 or bits < 4:
         return None
-    if bits == 4:
-        return "int4" if groups_fit(group, inner) else None
-    return "rows" if bits == 8 and group == inner and inner % 16 == 0 and not zeros else None
+    if bits == 8 and group == inner and inner % 16 == 0 and not zeros:
+        return "rows"
+    fits = groups_fit(group, inner)
+    return ("int4" if bits == 4 else "int8") if fits else None
 
 
 @dataclass(frozen=True, slots=True)

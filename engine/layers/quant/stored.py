@@ -54,7 +54,7 @@ def scalar_spec(found: Found, name: str) -> Spec:
 
 def check_scale(name: str, tensor: str, scale: torch.Tensor) -> torch.Tensor:
     """Raises ModelError if some of it is no number. Returns it."""
-    if not torch.isfinite(scale).all():
+    if (scale.isinf() | scale.isnan()).any():  # asked so, a tensor without content passes (prebuild/without_gpu.py)
         raise bad_values(name, tensor, msg("it holds infinite values or NaN"))
     return scale
 
@@ -304,7 +304,7 @@ class StoredExperts(ExpertMethod):
 
     @property
     def fused(self) -> bool:  # type: ignore[override]
-        return self.form != "int4" and self.inputs != "int8"
+        return self.form in (None, "rows", "blocks") and self.inputs != "int8"
 
     @property
     def inputs(self) -> Inputs:  # type: ignore[override]

@@ -126,18 +126,31 @@ def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -
 
 def fill_with_nothing(model: CausalLM) -> None:
     """Weights without content, in host memory that nothing has touched: for code that only looks at shapes."""
-    _materialize(model, model.weights(), _CPU, lambda name, target: None)
+    _materialize(model, model.weights(), _CPU, lambda name, target: _fill_checked(model, name, target))
+
+
+def _fill_checked(model: CausalLM, name: str, target: torch.Tensor) -> bool:
+    """Fill a tensor of which a quantisation format allows only some values. Returns whether it is one."""
+    if model.stored is None:
+        return False
+    if name.endswith("g_idx"):  # columns in order
+        target.zero_()
+    elif name.endswith("global_scale"):
+        target.fill_(1)
+    elif name.endswith("qzeros"):
+        stored = model.stored.format_of(name.removesuffix(".qzeros"))
+        assert stored is not None
+        target.fill_(stored.dummy_zero_word())
+    else:
+        return False
+    return True
 
 
 def _fill_any(model: CausalLM, name: str, target: torch.Tensor, generator: torch.Generator) -> None:
     """Random numbers of any type: those of quantised weights are bits, of which all but NaN are allowed."""
-    if name.endswith("g_idx"):  # columns in order
-        target.zero_()
-    elif name.endswith("qzeros") and model.stored is not None:
-        stored = model.stored.format_of(name.removesuffix(".qzeros"))
-        assert stored is not None
-        target.fill_(stored.dummy_zero_word())
-    elif target.dtype.is_floating_point and target.dtype.itemsize > 1:
+    if _fill_checked(model, name, target):
+        return
+    if target.dtype.is_floating_point and target.dtype.itemsize > 1:
         target.normal_(0, 0.02, generator=generator)
     elif target.dtype == torch.float8_e4m3fn:
         target.copy_(torch.randn(target.shape, generator=generator, device=target.device))

@@ -183,6 +183,7 @@ def _cpu_format(config: EngineConfig, dtype: torch.dtype, compute: torch.dtype) 
     return f"{config.quantization} of {text}" if config.quantization in ONLINE_INTEGERS else text
 
 
+@torch.inference_mode(mode=False)  # in which views do not know their base: by it stored formats find their layers
 def empty_model(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> CausalLM:
     """The model with every layer in its format for `device`, before it has weights. Raises ModelError, ConfigError."""
     build = model_class(model_config)

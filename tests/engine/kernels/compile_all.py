@@ -158,6 +158,30 @@ def experts_in_int8():
     quantize.quantize_rows_to_int8(blank(3, 6144))
 
 
+def packed_experts(num_experts, top_k, hidden, inner, kind, group, tokens, **options):
+    """`kind`: nvfp4, mxfp4, int8, or int8 with zero points."""
+    fp4, scales = kind.endswith("fp4"), {"nvfp4": FP8, "mxfp4": torch.uint8}.get(kind, BF16)
+
+    def weight(rows, columns):
+        codes = blank(num_experts, rows, columns // 2 if fp4 else columns, dtype=torch.uint8 if fp4 else torch.int8)
+        return codes, blank(num_experts, rows, columns // group, dtype=scales)
+
+    (w13, scale13), (w2, scale2) = weight(2 * inner, hidden), weight(hidden, inner)
+    routing = moe_experts.choose_experts(blank(tokens, num_experts), top_k)
+    if kind == "nvfp4":
+        options["factors"] = torch.zeros(w13.shape[:2]), torch.zeros(w2.shape[:2])
+    elif kind == "zeros":
+        options["zeros"] = tuple(blank(*scale.shape, dtype=torch.int8) for scale in (scale13, scale2))
+    moe_experts.routed_experts(blank(tokens, hidden), *routing, w13, w2, scale13, scale2, **options)
+
+
+def all_packed_experts():
+    for tokens in (2, 9, 300, 4100):
+        for kind, group in (("nvfp4", 16), ("mxfp4", 32), ("int8", 128), ("zeros", 32)):
+            packed_experts(128, 8, 2048, 768, kind, group, tokens)
+        packed_experts(128, 8, 2816, 704, "nvfp4", 16, tokens, gate="gelu_tanh")
+
+
 def experts_in_blocks(num_experts, top_k, hidden, inner, width, tokens, **options):
     def weight(first, halves, rows, columns):
         scale = torch.zeros(*first, halves * -(-rows // 128), -(-columns // 128))
@@ -247,6 +271,7 @@ def run_all(gpu):
     ):
         packed_products(kind, group, scales)
     experts_in_int8()
+    all_packed_experts()
     with_int8_cache()
     with_fp8_weights(gpu.fp8_units)
     if gpu.fp8_units:

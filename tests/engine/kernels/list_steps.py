@@ -36,6 +36,10 @@ SEQS, TOKENS = 48, 256
 _BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 FORMATS = {
     "w8a8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, _BY_TOKEN),
+    "w8a16": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 64}, None),
+    "w4a16": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, None),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+              None),
 }
 
 
@@ -95,6 +99,7 @@ def main(family, *options):
             of_all_layers = kernels_for(config, target, total)
         needed = launched(config, target)
     print(json.dumps({
+        "kernels": sorted({job.kernel.name for job in needed}),
         "listed": len(listed), "launched": len(needed), "not listed": sorted(map(name_of, needed - listed)),
         "of some layers only": sorted(map(name_of, listed ^ of_all_layers)),
     }))  # fmt: skip

@@ -28,7 +28,6 @@ def cache(tmp_path_factory):
         ["gemma4-26b"], ["gemma4-e2b", "quantization=fp8"], ["qwen3.5-moe", "quantization=fp8"],
         ["qwen3", "quantization=int4", "kv_cache_dtype=int8"], ["gemma4-e2b", "kv_cache_dtype=int8"],
         ["qwen3-moe", "quantization=int8"], ["gemma4-26b", "quantization=int4"],
-        ["qwen3-moe", "stored=w8a8"],
     ],
 )  # fmt: skip
 def test_what_a_start_launches_was_listed(run, arguments):
@@ -38,6 +37,19 @@ def test_what_a_start_launches_was_listed(run, arguments):
     assert report["launched"] > 20
     assert report["not listed"] == []
     assert report["of some layers only"] == []
+
+
+@pytest.mark.parametrize(("arguments", "kernel"), [
+    (["qwen3-moe", "stored=w8a8"], "_quantize_rows_to_int8_kernel"),
+    (["qwen3-moe", "stored=w8a16"], "_packed_pairs_kernel"), (["gemma4-26b", "stored=nvfp4"], "_grouped_packed_kernel"),
+    (["qwen3", "stored=nvfp4"], "_packed_kernel"), (["qwen3", "stored=w4a16"], "_int4_gemv_kernel"),
+])  # fmt: skip
+def test_kernels_of_quantised_checkpoints_are_listed(run, arguments, kernel):
+    done = run(HERE / "list_steps.py", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert kernel in report["kernels"]
+    assert report["not listed"] == report["of some layers only"] == []
 
 
 TINY = {

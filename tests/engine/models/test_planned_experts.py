@@ -15,6 +15,7 @@ NUMBERS = LAYERS * EXPERTS * 3 * HIDDEN * WIDTH
 OUTPUTS = LAYERS * EXPERTS * (2 * WIDTH + HIDDEN)
 KEPT = ["re:.*self_attn.*", "re:.*linear_attn.*", "re:.*shared_expert.*", "re:.*mlp.gate$", "lm_head"]
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+FP4 = {"num_bits": 4, "type": "float"}
 BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -33,8 +34,13 @@ def compressed(layout, weights, inputs=None):
 @pytest.mark.parametrize(("quantization", "kept"), [
     (compressed("pack-quantized", files.ints(8, 0)), NUMBERS + 4 * OUTPUTS),
     (compressed("int-quantized", INT8, BY_TOKEN), NUMBERS + 4 * OUTPUTS),
-    (compressed("int-quantized", INT8 | {"symmetric": False}), 2 * NUMBERS),  # with zero points: dequantised
-], ids=["w8a16", "w8a8", "int8 with zero points"])  # fmt: skip
+    (compressed("int-quantized", INT8 | {"symmetric": False}), NUMBERS + (2 + 1) * OUTPUTS),
+    (compressed("pack-quantized", files.ints(8, 128)), NUMBERS + NUMBERS // 128 * 2),
+    (compressed("pack-quantized", files.ints(8, 16)), 2 * NUMBERS),  # the kernels have no such groups: dequantised
+    (compressed("nvfp4-pack-quantized", FP4 | {"strategy": "tensor_group", "group_size": 16}),
+     NUMBERS // 2 + NUMBERS // 16 + 4 * OUTPUTS),
+    (compressed("mxfp4-pack-quantized", FP4 | {"strategy": "group", "group_size": 32}), NUMBERS // 2 + NUMBERS // 32),
+], ids=["w8a16", "w8a8", "zero points", "groups", "odd groups", "nvfp4", "mxfp4"])  # fmt: skip
 def test_bytes_of_experts(tmp_path, quantization, kept):
     assert planned(tmp_path, None) - planned(tmp_path, quantization) == 2 * NUMBERS - kept
 

@@ -139,7 +139,8 @@ def _packed_kernel(
 def _unpack_kernel(
     w_ptr, scale_ptr, zero_ptr, factor_ptr, y_ptr,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr,
-    E8M0: tl.constexpr, DIVIDES: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    E8M0: tl.constexpr, DIVIDES: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     IN_WORD: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     WIDTH: tl.constexpr = K // IN_WORD

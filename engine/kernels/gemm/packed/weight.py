@@ -3,9 +3,9 @@
     W[n, k] = (q[n, k] - zero[n, k / group]) * scale[n, k / group]
 
 On every device, the difference and the product are computed in float32 and rounded once, to the dtype of the
-activations; where fp4 has a factor for a whole row, products of few rows apply it to the sum instead, and round nothing.
-Every checkpoint format (engine/layers/quant/) is read into this one form, so that the kernels beside this file serve
-them all.
+activations. Where fp4 has a factor for a whole row, products of few rows apply it to the sum instead, and round
+nothing. Every checkpoint format (engine/layers/quant/) is read into this one form, so that the kernels beside this
+file serve them all.
 """
 
 from dataclasses import dataclass, replace
@@ -89,7 +89,7 @@ def _above_one_another(parts: list[Packed]) -> Packed:
             torch.full(part.scale.shape, middle, dtype=torch.uint8, device=part.scale.device)
             if part.zero is None else part.zero for part in parts
         ])  # fmt: skip
-    values, scale = _joined([part.values for part in parts]), _joined([part.scale for part in parts])
+    values, scale = joined_tensors([part.values for part in parts]), joined_tensors([part.scale for part in parts])
     factors = [part.factor for part in parts if part.factor is not None]
     block = min(part.block for part in parts)
     if any(part.block % block or part.shape[0] % block for part in parts):
@@ -107,7 +107,7 @@ def _rows_of(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return _as_bytes(tensor)[index].view(tensor.dtype)
 
 
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+def joined_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([_as_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
 
 
