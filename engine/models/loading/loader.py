@@ -126,7 +126,11 @@ def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -
 
 def fill_with_nothing(model: CausalLM) -> None:
     """Weights without content, in host memory that nothing has touched: for code that only looks at shapes."""
-    _materialize(model, model.weights(), _CPU, lambda name, target: _fill_checked(model, name, target))
+
+    def fill(name: str, target: torch.Tensor) -> None:
+        _fill_checked(model, name, target)
+
+    _materialize(model, model.weights(), _CPU, fill)
 
 
 def _fill_checked(model: CausalLM, name: str, target: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Experts in fp4, and in int8 with groups or zero points: layers as a GPU has them after loading, in the interpreter."""
+"""Experts in fp4, and in int8 with groups or zero points: layers as a GPU has them after loading, interpreted."""
 
 import pytest
 import quantized_files as files
@@ -126,7 +126,8 @@ def test_shapes_and_what_the_warm_up_runs():
 
 @pytest.mark.parametrize(("form", "out", "inner", "stays"), [
     (Nvfp4(), 64, 128, True), (Nvfp4(), 64, 96, False), (Nvfp4(), 40, 128, False), (Mxfp4(), 64, 64, True),
-    (Mxfp4(), 64, 32, False), (PackQuantized(8, 48, True), 64, 192, False), (PackQuantized(8, 128, False), 64, 384, True),
+    (Mxfp4(), 64, 32, False), (PackQuantized(8, 48, True), 64, 192, False),
+    (PackQuantized(8, 128, False), 64, 384, True),
     (PackQuantized(8, 32, True, inputs="int8"), 64, 64, True), (PackQuantized(2, 32, True), 64, 64, False),
     (Gptq(8, 64, True, 1, in_order=False), 64, 128, False),
 ])  # fmt: skip
