@@ -107,8 +107,6 @@ class DeviceRunner:
             (group,) = groups  # that of the layers without a window
             rows, width = self.block_tables.shape[1:]
             self.prefixes = SharedPrefixes(rows, width, self.page_size, group)
-        if self.state_slots is not None:
-            self.state_slots.fill_(cache.padding_slot)
 
     @torch.inference_mode()
     def capture_graphs(self, max_batch: int) -> None:

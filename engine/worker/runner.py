@@ -73,7 +73,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> ForwardedStep:
         for slab in plan.moved_slabs:
-            self.cache.slab(slab).zero_()  # the old bytes, read as numbers of another type, might be NaN
+            self.cache.clear_slab(slab)  # the old bytes, read as numbers of another type, might be NaN
         for init in plan.row_inits:
             self.table.admit(init)
             self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
