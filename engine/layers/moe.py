@@ -86,6 +86,7 @@ class ExpertLinear(nn.Module):
     compute_dtype: torch.dtype | None = None  # as in Linear
     weight: nn.Parameter
     scale: nn.Parameter | None  # of a quantised weight: [E, out] float32 in fp8
+    zero: nn.Parameter | None  # of int4 weights that are not symmetric: uint8, shaped like the scale
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -99,6 +100,7 @@ class ExpertLinear(nn.Module):
         """Before loading: store the weights in this format."""
         self.method = method
         self.register_parameter("scale", None)
+        self.register_parameter("zero", None)
         method.create(self)
 
     def weights(self, prefix: str, expert: int, outputs: slice = slice(None)) -> Tensors:
@@ -159,6 +161,10 @@ class RoutedExperts(nn.Module):
     def stacks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Weights and scales, in the form that kernels take."""
         return self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale, self.down_proj.scale
+
+    @property
+    def zeros(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.gate_up_proj.zero, self.down_proj.zero
 
     def wants_fp8(self, rows: int) -> bool:
         """As Linear.wants_fp8."""
@@ -223,7 +229,7 @@ class RoutedExperts(nn.Module):
             gpu = target_of(values.device)
             tiles = tiles_for(self.shape(routing.experts.shape[1], gpu), _INVARIANT_TOKENS, gpu.shared_memory)
         return routed_experts(
-            kernel_rows(x), *routing, *self.stacks, gate=self.gate, residual=residual,
+            kernel_rows(x), *routing, *self.stacks, zeros=self.zeros, gate=self.gate, residual=residual,
             fp8_activations=self._reads_fp8, tiles=tiles, dtype=x.dtype,
         )  # fmt: skip
 
@@ -233,7 +239,7 @@ class RoutedExperts(nn.Module):
 
     @property
     def _reads_fp8(self) -> bool:
-        return self.fp8_activations or self.form == "rows"
+        return self.zeros == (None, None) and (self.fp8_activations or self.form == "rows")
 
     def shape(self, top_k: int, gpu: Target) -> Shape:
         """The shape by which kernels for many tokens choose their tiles."""

@@ -32,6 +32,8 @@ from engine.kernels.moe.tiles import (
 from engine.kernels.moe.top_k import MOST_EXPERTS, all_experts
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
+Zeros = tuple[torch.Tensor | None, torch.Tensor | None]  # zero points of w13 and w2, shaped like their scales
+
 _STEP = tl.constexpr(16)  # pairs, or blocks, that the grouping kernels handle at a time
 
 @kernel
@@ -186,6 +188,7 @@ def routed_experts(
     scale13: torch.Tensor | None = None,
     scale2: torch.Tensor | None = None,
     *,
+    zeros: Zeros = (None, None),
     gate: str = "silu",
     residual: torch.Tensor | None = None,
     fp8_activations: bool = True,
@@ -194,7 +197,7 @@ def routed_experts(
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
     up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales: scale13 [E, 2 I] and scale2 [E, H] or, in blocks,
-    [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉].
+    [E, 2 ⌈I / 128⌉, ⌈H / 128⌉] and [E, ⌈H / 128⌉, ⌈I / 128⌉]. int4 weights: see moe.int4; `zeros` as uint8.
 
     `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
     `fp8_activations`: those of grouped pairs are rounded for fp8 weights, if the GPU has fp8 units. More than
@@ -208,17 +211,19 @@ def routed_experts(
     assert out.is_contiguous()
     (tokens, top_k), num_experts = experts.shape, w2.shape[0]
     form = form_of(w2, scale2)
+    fp8_activations = fp8_activations and zeros == (None, None)
     if tokens <= by_pairs(form) and not isinstance(tiles, Tiles):
         assert isinstance(x, torch.Tensor)
         if scale13 is not None and scale2 is not None and form == "int4":
-            return _few_in_int4(x, weights, experts, (w13, w2), (scale13, scale2), gate, out, residual is not None)
+            stacks, scales, add = (w13, w2), (scale13, scale2), residual is not None
+            return _few_in_int4(x, weights, experts, stacks, scales, zeros, gate, out, add)
         return moe_decode.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
     if tiles is None:
         tiles = tiles_of(w2, scale2, top_k, tokens, fp8_activations=fp8_activations)
     assert isinstance(tiles, Tiles)
     groups, options = group(experts, num_experts, tiles.rows), {"dtype": dtype, "fp8_activations": fp8_activations}
-    h = expert_product(x, w13, scale13, groups, top_k, tiles.gate_up, gate=gate, **options)
-    y = expert_product(h, w2, scale2, groups, 1, tiles.down, gate=None, **options)
+    h = expert_product(x, w13, scale13, groups, top_k, tiles.gate_up, gate=gate, zero=zeros[0], **options)
+    y = expert_product(h, w2, scale2, groups, 1, tiles.down, gate=None, zero=zeros[1], **options)
     add_up(y, weights, out, top_k, add=residual is not None)
     return out
 
@@ -229,6 +234,7 @@ def _few_in_int4(
     experts: torch.Tensor,
     stacks: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor, torch.Tensor],
+    zeros: Zeros,
     gate: str,
     out: torch.Tensor,
     add: bool,
@@ -237,7 +243,7 @@ def _few_in_int4(
     _, hidden, half = w2.shape
     h = torch.empty(experts.numel(), 2 * half, dtype=x.dtype, device=x.device)
     y = torch.empty(experts.numel(), hidden, dtype=x.dtype, device=x.device)
-    int4.pairs_product(aligned(x), w13, scale13, experts, h, top_k, gate=gate)
-    int4.pairs_product(h, w2, scale2, experts, y, 1, gate=None)
+    int4.pairs_product(aligned(x), w13, scale13, zeros[0], experts, h, top_k, gate=gate)
+    int4.pairs_product(h, w2, scale2, zeros[1], experts, y, 1, gate=None)
     add_up(y, weights, out, top_k, add=add)
     return out

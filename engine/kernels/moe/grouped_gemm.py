@@ -190,13 +190,15 @@ def expert_product(
     dtype: torch.dtype,
     fp8_activations: bool = True,
     dense: DenseParts | None = None,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[pairs, N]: each pair's row of x (number pair // share) times its expert's weight, with the gate applied. Pairs
-    of the dense branch follow those of the experts. `fp8_activations` as in moe.experts.routed_experts."""
+    of the dense branch follow those of the experts. `fp8_activations` as in moe.experts.routed_experts. `zero`: zero
+    points of int4 weights."""
     form = form_of(weight, scale)
     fp8 = scale is not None and fp8_activations and target_of(weight.device).fp8_units
     if form == "int4" and scale is not None:
-        fp8 = fp8 and reads_fp8(2 * weight.shape[2] // scale.shape[2])
+        fp8 = fp8 and zero is None and reads_fp8(2 * weight.shape[2] // scale.shape[2])
     values, x_scale = _in_form(x, fp8)
     parts, tokens, more, more_scale = 0, 0, None, None
     if dense is not None:
@@ -209,8 +211,11 @@ def expert_product(
     out = torch.empty(pairs + tokens * parts, outputs, dtype=dtype, device=weight.device)
     if scale is not None and form != "rows":
         assert dense is None
-        product = int4.grouped_product if form == "int4" else group_scaled.grouped_product
-        product(values, x_scale, weight, scale, order, blocks, out, share, rows, tiles, gate=gate)
+        places = order, blocks, out, share, rows, tiles
+        if form == "int4":
+            int4.grouped_product(values, x_scale, weight, scale, zero, *places, gate=gate)
+        else:
+            group_scaled.grouped_product(values, x_scale, weight, scale, *places, gate=gate)
         return out
     num_blocks = blocks.shape[0] + parts * triton.cdiv(tokens, rows)
     _grouped_kernel(

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.gemm.packed.weight import Packed
-from engine.layers.quant.integers import WORD, as_packed, packed_bytes, sides_refusal, unpack_words
+from engine.kernels.moe.tiles import Form
+from engine.layers.quant.integers import WORD, as_packed, int4_form, packed_bytes, sides_refusal, unpack_words
 from engine.layers.quant.stored import Found, Inputs, Spec, StoredFormat, check_scale, scale_spec
 
 _BITS = 4
@@ -47,6 +48,13 @@ class Awq(StoredFormat):
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         itemsize = self.specs(out, inner, found)["scales"].dtype.itemsize
         return packed_bytes(_BITS, self._group(inner), out, inner, itemsize, zero=True)
+
+    @property
+    def has_zeros(self) -> bool:
+        return True
+
+    def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
+        return int4_form(_BITS, self._group(inner), out, inner)
 
     def _group(self, inner: int) -> int:
         return self.group or inner

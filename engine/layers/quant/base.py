@@ -110,6 +110,7 @@ class ExpertLayer(Sides, Protocol):
     num_experts: int
     weight: nn.Parameter
     scale: nn.Parameter | None
+    zero: nn.Parameter | None
     packed: list[Any]
     compute_dtype: torch.dtype | None
 

@@ -85,8 +85,12 @@ class Gptq(StoredFormat):
         itemsize = self.specs(out, inner, found)["scales"].dtype.itemsize
         return packed_bytes(self.bits, self._group(inner), out, inner, itemsize, zero=not self.symmetric)
 
+    @property
+    def has_zeros(self) -> bool:
+        return not self.symmetric
+
     def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
-        return int4_form(self.bits, self._group(inner), out, inner) if self.symmetric and self.in_order else None
+        return int4_form(self.bits, self._group(inner), out, inner) if self.in_order else None
 
     def _group(self, inner: int) -> int:
         return self.group or inner

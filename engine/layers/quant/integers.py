@@ -77,7 +77,7 @@ def sides_refusal(bits: int, group: int, out: int, inner: int, *, along: int) ->
 
 
 def int4_form(bits: int, group: int, out: int, inner: int) -> Form | None:
-    """That of experts with symmetric weights whose columns are in order."""
+    """That of experts whose columns are in order."""
     return "int4" if bits == 4 and out % 16 == 0 and groups_fit(group, inner) else None
 
 
@@ -128,8 +128,12 @@ class PackQuantized(StoredFormat):
         itemsize = self.specs(out, inner, found)["weight_scale"].dtype.itemsize
         return packed_bytes(self.bits, self._group(inner), out, inner, itemsize, zero=not self.symmetric)
 
+    @property
+    def has_zeros(self) -> bool:
+        return not self.symmetric
+
     def stacks_as(self, out: int, inner: int, found: Found) -> Form | None:
-        if not self.symmetric or "weight_g_idx" in found or self.inputs is not None:
+        if "weight_g_idx" in found or self.inputs is not None:
             return None
         return int4_form(self.bits, self._group(inner), out, inner)
 

@@ -66,6 +66,11 @@ class StoredFormat(ABC):
     main: str  # the last part of the name of the tensor with the weight itself
     adds_biases = False  # whether writers give layers without a bias one of zeros
 
+    @property
+    def has_zeros(self) -> bool:
+        """Whether the packed form has zero points."""
+        return False
+
     def dummy_zero_word(self) -> int:
         """For random weights: a word of packed zero points, as four equal bytes that the format allows."""
         return 0x77777777
@@ -161,10 +166,11 @@ class _Parts:
     @property
     def form(self) -> Form | None:
         """That of all matrices, as experts."""
-        forms: set[Form | None] = {
-            None if p.format is None else p.format.stacks_as(p.count, self.inner, p.found) for p in self.parts
+        forms: set[tuple[Form | None, bool]] = {  # zero points: all have them, or none
+            (None, False) if (f := p.format) is None else (f.stacks_as(p.count, self.inner, p.found), f.has_zeros)
+            for p in self.parts
         }
-        return forms.pop() if len(forms) == 1 else None
+        return forms.pop()[0] if len(forms) == 1 else None
 
     def num_bytes(self) -> int:
         total = 0

@@ -164,12 +164,14 @@ def experts_in_blocks(num_experts, top_k, hidden, inner, width, tokens, **option
         )
 
 
-def experts_in_int4(num_experts, top_k, hidden, inner, group, tokens, **options):
+def experts_in_int4(num_experts, top_k, hidden, inner, group, tokens, *, with_zeros=False, **options):
     def weight(rows, columns):
         return blank(num_experts, rows, columns // 2, dtype=torch.uint8), blank(num_experts, rows, columns // group)
 
     (w13, scale13), (w2, scale2) = weight(2 * inner, hidden), weight(hidden, inner)
     routing = moe_experts.choose_experts(blank(tokens, num_experts), top_k)
+    if with_zeros:
+        options["zeros"] = tuple(blank(*scale.shape, dtype=torch.uint8) for scale in (scale13, scale2))
     moe_experts.routed_experts(blank(tokens, hidden), *routing, w13, w2, scale13, scale2, **options)
 
 
@@ -228,6 +230,7 @@ def run_all(gpu):
     for tokens in (2, 9, 300, 4100):
         experts_in_int4(128, 8, 2816, 704, 32, tokens, gate="gelu_tanh")
         experts_in_int4(128, 8, 2048, 512, 128, tokens)
+        experts_in_int4(128, 8, 2048, 512, 128, tokens, with_zeros=True)
     for kind, group, scales in (
         ("int4", 32, BF16), ("int4", 128, torch.float16), ("int4", 4096, BF16), ("int8", 64, BF16), ("fp8", 128, BF16),
         ("fp8", 128, torch.float32), ("fp4", 16, torch.float32), ("fp4", 32, BF16),

@@ -10,6 +10,7 @@ from engine.kernels.moe import reference as moe_reference
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
 from engine.layers.quant import stored
+from engine.layers.quant.awq import Awq
 from engine.layers.quant.float8 import Float8
 from engine.layers.quant.gptq import Gptq
 from engine.layers.quant.integers import PackQuantized
@@ -98,12 +99,15 @@ def filled(linear, form, writer, matrices):
 
 @pytest.mark.parametrize("kind", [
     BLOCKS, (PackQuantized(4, 32, True), files.pack_quantized(4, 32)), (Gptq(4, 64, True, 1), files.gptq(4, 64)),
-], ids=["blocks", "int4", "gptq"])  # fmt: skip
+    (PackQuantized(4, 32, False), files.pack_quantized(4, 32, symmetric=False)),
+    (Gptq(4, 64, False, 1), files.gptq(4, 64, symmetric=False)), (Awq(64), files.awq(64)),
+], ids=["blocks", "int4", "gptq", "int4-zeros", "gptq-zeros", "awq"])  # fmt: skip
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_experts_stay_packed(kind, tokens):
     torch.manual_seed(0)
     experts = RoutedExperts(HIDDEN, WIDTH, NUM_EXPERTS)
     plain = filled(experts.gate_up_proj, *kind, 2), filled(experts.down_proj, *kind, 1)
     x, routing = torch.randn(tokens, HIDDEN).half(), moe_reference.choose_experts(torch.randn(tokens, NUM_EXPERTS), 2)
-    ours = moe_experts.routed_experts(x, *routing, *experts.stacks, fp8_activations=False)
+    has_zeros = experts.zeros != (None, None)  # they keep activations in 16 bits, whatever the caller allows
+    ours = moe_experts.routed_experts(x, *routing, *experts.stacks, zeros=experts.zeros, fp8_activations=has_zeros)
     torch.testing.assert_close(ours, moe_reference.routed_experts(x, *routing, *plain), rtol=1e-2, atol=5e-3)

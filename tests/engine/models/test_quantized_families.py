@@ -188,13 +188,15 @@ def test_experts_in_blocks_of_fp8_are_planned_in_8_bits(tmp_path):
 
 
 def test_experts_are_planned_as_a_gpu_keeps_them(tmp_path):
-    """Symmetric int4 stays packed; with zero points, or columns in another order, it is dequantised."""
+    """int4 stays packed, with a byte a group for a zero point; with columns in another order it is dequantised."""
     layers = {"num_hidden_layers": 4}
     published(tmp_path, "qwen3.6-35b-a3b", None, **layers)
     bf16 = weight_bytes(EngineConfig(tmp_path))[0]
     experts = 4 * 256 * 3 * 512 * 2048
-    packed = experts * (4 + 16 / 128) / 8
-    for options, saved in (({}, experts * 2 - packed), ({"sym": False}, 0), ({"desc_act": True}, 0)):
+    packed, zeros = experts * (4 + 16 / 128) / 8, experts / 128
+    for options, saved in (
+        ({}, experts * 2 - packed), ({"sym": False}, experts * 2 - packed - zeros), ({"desc_act": True}, 0)
+    ):  # fmt: skip
         published(tmp_path, "qwen3.6-35b-a3b", files.gptq_config(4, 128, dynamic=RULES, **options), **layers)
         assert bf16 - weight_bytes(EngineConfig(tmp_path))[0] == saved
 
