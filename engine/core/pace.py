@@ -22,7 +22,8 @@ from engine.core.batch import StepPlan
 
 log = logging.getLogger(__name__)
 
-_MARGIN = 2.5             # a step is planned this many recent mean errors below the target
+_AIM = 0.97               # of the target: what a step is planned to take at most
+_MARGIN = 2.5             # and a step is planned this many recent mean errors below that
 _FIRST_TOKENS = 512       # limit until a step with prompts has been timed
 _FEWEST_TOKENS = 256      # limit whatever the target, because prompts must make progress
 _WORTH_TIMING = 64        # prompt tokens; with fewer, a step says little about the time of one token
@@ -30,7 +31,8 @@ _LONG_CONTEXT = 2048      # tokens; from here on, reading them is what a step's 
 _TILE = 128               # a step's total is rounded down to a multiple of this, because GEMMs compute whole tiles
 # The share of an error by which a step corrects an estimate. `token_seconds` follows the cheapest steps, which show
 # what additional tokens cost.
-_BASE, _EXTRA, _CHEAPER, _DEARER, _CONTEXT, _ERROR = 0.2, 0.4, 0.1, 0.01, 0.5, 0.1
+_BASE, _EXTRA, _CHEAPER, _DEARER, _ERROR = 0.2, 0.4, 0.1, 0.01, 0.1
+_LONGER, _SHORTER = 0.8, 0.3  # of `context_seconds`
 _OUTLIER = 2.0            # a step without prompts counts as at most so many usual ones: the host may have been away
 
 
@@ -53,7 +55,7 @@ class PromptPace:
             return budget
         if not self._token_seconds:
             return min(budget, _FIRST_TOKENS)
-        room = self.max_itl - _MARGIN * self._error - self._base - self._extra
+        room = _AIM * self.max_itl - _MARGIN * self._error - self._base - self._extra
         most = min(budget, max(0, int(room / self._token_seconds)))
         for tiles in range((decoding + most) // _TILE, 0, -1):
             tokens = tiles * _TILE - decoding
@@ -87,22 +89,24 @@ class PromptPace:
             if decoding:
                 error = above - tokens * self._token_seconds - reading - self._extra
                 if long:
-                    known = self._context_seconds.get(tiles, reading / context)
-                    self._context_seconds[tiles] = max(0.0, known + _CONTEXT * error / context)
+                    share = _LONGER if error > 0 else _SHORTER
+                    self._context_seconds[tiles] = max(0.0, reading + share * error) / context
                 else:
                     self._extra += _EXTRA * error
                 self._error += _ERROR * (min(abs(error), self.max_itl / 2) - self._error)
 
     def _seconds_of_context(self, tiles: int) -> float:
         """Of one token of context in a step of so many tiles: as measured, else as with the next larger number that was
-        measured, else in proportion to the next smaller one."""
-        if tiles in self._context_seconds:
-            return self._context_seconds[tiles]
-        larger = min((n for n in self._context_seconds if n > tiles), default=0)
-        smaller = max((n for n in self._context_seconds if n < tiles), default=0)
-        if larger:
-            return self._context_seconds[larger]
-        return self._context_seconds[smaller] * tiles / smaller if smaller else 0.0
+        measured, else in proportion to the next smaller one. As tiles are read together, it is at least that of fewer
+        tiles; and one more group of them than the proportion is the most."""
+        known = self._context_seconds
+        smaller = max((n for n in known if n < tiles), default=0)
+        larger = min((n for n in known if n > tiles), default=0)
+        measured = known.get(tiles, known[larger] if larger else None)
+        if not smaller:
+            return measured or 0.0
+        least, share = known[smaller], tiles / smaller
+        return share * least if measured is None else min(max(measured, least), (share + 1) * least)
 
     def _tell(self) -> None:
         if not self._told:

@@ -33,7 +33,8 @@ class MixedShape(NamedTuple):
 # padding would cost as much as the graph saves.
 SHAPES = (
     MixedShape(0, 32), MixedShape(0, 128), MixedShape(0, 256), MixedShape(0, 512),
-    MixedShape(32, 128), MixedShape(32, 256), MixedShape(32, 512), MixedShape(128, 128), MixedShape(128, 512),
+    MixedShape(32, 128), MixedShape(32, 256), MixedShape(32, 512),
+    MixedShape(128, 128), MixedShape(128, 256), MixedShape(128, 512),
 )  # fmt: skip
 
 
