@@ -1,14 +1,14 @@
 """Paged attention of chunks of any length on the GPU, in one launch, over the pages of attention.pages.
 
-Grid (tiles, Hkv, D / DV SPLITS). The host lists the tiles of BLOCK_Q query tokens. A tile holds BLOCK_Q * G query rows, those
-of all G = Hq / Hkv heads that share a key head (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of
-two. Keys before the chunk come from the pages. The chunk's own keys come straight from the projection: in full
+Grid (tiles, Hkv, D / DV SPLITS). The host lists the tiles of BLOCK_Q query tokens. A tile holds BLOCK_Q * G query
+rows, those of all G = Hq / Hkv heads that share a key head (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a
+power of two. Keys before the chunk come from the pages. The chunk's own keys come straight from the projection: in full
 precision, and contiguous. A sequence with one token in a mixed step takes a path with few rows; pure decode steps use
 attention.decode.
 
 A short chunk behind a long context has too few tiles for the multiprocessors, and each would read all of the context.
-So SPLITS programs share a tile: each attends to a slice of the cached keys, the last of them to the chunk's own as well,
-and whoever is done last merges their results by log-sum-exp, as in attention.decode.
+So SPLITS programs share a tile: each attends to a slice of the cached keys, the last of them to the chunk's own as
+well, and whoever is done last merges their results by log-sum-exp, as in attention.decode.
 
 The registers of a multiprocessor do not hold 128 outputs of 512 numbers, and with 64 the keys are read too often. So
 programs for such heads share a tile: each computes all scores, and DV numbers of the outputs.
@@ -36,17 +36,18 @@ from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 LARGEST_OUTPUT = 256  # numbers of an output that a program computes
 SLICES = 8            # of a tile's cached keys, where a step has few tiles
 SHORTEST_SLICE = 1024  # keys
-_WORTH_SLICES = 0.8   # of the time that whole tiles take
+_WORTH_SLICES = 0.7   # of the time that whole tiles take
 _MERGED_ROWS = 16     # at a time
 
 
 @kernel
 def _mixed_kernel(
-    q_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, tile_ptr, rows_ptr, starts_ptr, q_starts_ptr, counts_ptr,
-    table_ptr, q_stride, own_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale,
-    v_scale, softcap, window, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr,
+    q_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, tile_ptr, rows_ptr, starts_ptr,
+    q_starts_ptr, counts_ptr, table_ptr, q_stride, own_stride, k_stride_page, k_stride_token, k_stride_head,
+    table_stride, scale, k_scale, v_scale, softcap, window,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
@@ -332,7 +333,8 @@ def mixed(
     [n, 2] int32 lists (sequence, first token within its chunk) for every block_q tokens of every chunk; an entry whose
     first token is past the chunk's end is padding and does nothing. block_q need not be a power of two:
     `query_rows` // G fills the tile best. `splits`: programs that share a tile's cached keys (`num_slices`; 1 with a
-    window), `shortest` keys each at least, a multiple of 64; their results, float32, are scratch from torch's allocator.
+    window), each at least `shortest` of them, a multiple of 64. Their results, in float32, are scratch from torch's
+    allocator.
     """
     num_heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
@@ -358,8 +360,8 @@ def mixed(
         part = torch.empty(units * block_m * splits * values, dtype=torch.float32, device=q.device)
         lse = torch.empty(units * block_m * splits, dtype=torch.float32, device=q.device)
     _mixed_kernel(
-        (tiles.shape[0], kv_heads, padded // values * splits), q, k, v, k_cache, v_cache, out, part, lse, arrived, tiles,
-        rows, starts, q_starts, counts, block_table,
+        (tiles.shape[0], kv_heads, padded // values * splits),
+        q, k, v, k_cache, v_cache, out, part, lse, arrived, tiles, rows, starts, q_starts, counts, block_table,
         q.stride(0), k.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, DV=values,

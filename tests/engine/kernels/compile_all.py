@@ -75,9 +75,11 @@ def attend(dim, group, cache, *, batch=4, **options):
     block_q = attention_chunks.query_rows(dim, q.device) // group
     own, tiles = q[:, :1], numbers(4, 2)
     for splits in (1,) if "window" in options else (1, attention_chunks.SLICES):
+        options["splits"] = splits
         attention_chunks.mixed(
-            q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, splits=splits, **options
+            q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
         )
+    del options["splits"]
     if cache == torch.int8 or (cache == FP8 and not launcher.target_of(q.device).fp8_units):
         return  # --batch-invariant is refused
     block_q = attention_batch_invariant.tile_tokens(group)
