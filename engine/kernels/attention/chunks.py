@@ -352,10 +352,11 @@ def mixed(
             int8=k_cache.dtype == torch.int8,
         )  # fmt: skip
         num_warps = 8
-    part = lse = arrived = out
+    part = lse = out
+    arrived = _arrivals(q.device)  # without slices, too: the first step makes them, outside of a graph
     if splits > 1:
         assert window is None
-        arrived, units = _arrivals(q.device), tiles.shape[0] * kv_heads * (padded // values)
+        units = tiles.shape[0] * kv_heads * (padded // values)
         assert units <= len(arrived)
         part = torch.empty(units * block_m * splits * values, dtype=torch.float32, device=q.device)
         lse = torch.empty(units * block_m * splits, dtype=torch.float32, device=q.device)
