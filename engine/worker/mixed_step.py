@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.recurrent.gated_delta import num_chunks
+from engine.kernels.recurrent.prefill import num_chunks
 from engine.kernels.recurrent.reference import CHUNK
 
 MOST_CHUNKS = 8  # in a graph, including the one for padding
@@ -61,7 +61,7 @@ class MixedStep:
     counts: np.ndarray    # [B] how many tokens
     singles: int          # how many sequences at the beginning have one token: they use decode attention
     tiles: tuple[np.ndarray, ...]  # [n, 2] for each size of tile, see `tiles_of`
-    chunks: int           # recurrent.gated_delta.num_chunks
+    chunks: int           # recurrent.prefill.num_chunks
 
     @classmethod
     def of(
