@@ -4,9 +4,8 @@ work.
     sequences   one token each ... | chunks of prompts ...
     tokens      0 1 2 ...          | first chunk | second chunk | ...
 
-A step can be padded to the shape of a graph (`padded`): with decoding sequences up to a number, with one more chunk up
-to a number of tokens, and with empty sequences up to the length of the list. As in decode steps, padding uses row 0,
-the padding row.
+A step can be padded to the shape of a graph (`padded`): more decoding sequences, one more chunk that has the missing
+tokens, and empty sequences up to the length of the list. As in decode steps, padding uses row 0, the padding row.
 """
 
 from collections.abc import Iterable, Sequence
