@@ -28,7 +28,7 @@ from installer.base.layout import Layout
 
 GRACE_SECONDS = 60.0     # a request that nobody answers is granted then
 _POLL_SECONDS = 0.25
-_TAKING_SECONDS = 10.0   # for which the seat is kept for who was granted it
+_TAKING_SECONDS = 10.0   # the seat is kept for the person who was granted it for so long
 _MAX_BYTES = 4096
 
 
@@ -53,7 +53,7 @@ class Person:
 
 class Seat:
     """One program's side of the seat. Its own thread calls `asked` with the person who asks to take over, and with None
-    when that is over; calls `changed` when the seat was won or lost."""
+    when the request has been settled. It calls `changed` when the seat was won, lost or refused."""
 
     def __init__(
         self, layout: Layout, asked: Callable[[Person | None], None], changed: Callable[[], None],
@@ -131,7 +131,7 @@ class Seat:
         if yes is None:
             return
         self._request = None
-        self._write("answer", {"id": request.id, "granted": yes})  # who asks always finds this or the request
+        self._write("answer", {"id": request.id, "granted": yes})  # the other side always finds this or its request
         self._remove("request")
         self._asked(None)
         if yes:
@@ -147,7 +147,7 @@ class Seat:
                 self._remove("answer")
                 self._refuse()
                 return
-            # The answer stays until the seat is taken: its holder has yet to leave it, and nobody else may take it.
+            # The answer stays until the seat is taken: the holder has not left it yet, and nobody else may take it.
         elif self._mine and request.get("id") != self._mine:
             self._refuse()  # somebody else asked after me, or was quicker
             return
