@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.service.jobs.spool import make_root
+from appliance.service.jobs.spool import make_root, parsed
 from installer.audit import log
 from installer.base import fs
 from installer.base.layout import Layout
@@ -209,10 +209,9 @@ class Seat:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            facts = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError):
+            return parsed(file.read(_MAX_BYTES)) or {}
+    except OSError:
         return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def _person(path: Path) -> Person | None:
