@@ -10,7 +10,7 @@
 The kernels that are compiled and loaded here are needed later anyway, so measuring adds little start-up time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -185,7 +185,7 @@ def _measure_graphs(
     shapes = runner.mixed_shapes()
     probed = shapes[-2:]  # the last has most tokens; attention of fewer tokens may be sliced, which takes scratch
     mixed = MixedGraphs(runner.mixed_of, runner.fill_mixed, probed)
-    mixed_records = _records(mixed, probed, device, in_use, reserved)
+    mixed_records = _records(mixed, probed, device, in_use, reserved, fill=runner.fill_mixed)
     runner.staging.device_words.zero_()
     decode = DecodeGraphs(lambda turn: runner._decode(probes[turn]), graph_sizes(max(probes)), mixed.pool)
     decode_records = _records(decode, probes, device, in_use + mixed_records, reserved)
@@ -201,9 +201,18 @@ def _measure_graphs(
     return pool + hidden + of_mixed * len(shapes) + of_decode * len(sizes) + of_shared * len(shared)
 
 
-def _records(graphs: Graphs[Key], keys: Iterable[Key], device: torch.device, in_use: int, reserved: int) -> int:
-    """Bytes that the driver allocated for their records, beyond what was in use and the growth of the pool."""
+def _records(
+    graphs: Graphs[Key],
+    keys: Iterable[Key],
+    device: torch.device,
+    in_use: int,
+    reserved: int,
+    fill: Callable[[Key], None] = lambda _: None,
+) -> int:
+    """Bytes that the driver allocated for their records, beyond what was in use and the growth of the pool. `fill(key)`
+    prepares a graph's inputs: those of another shape would lead its kernels out of their memory."""
     for key in keys:
+        fill(key)
         graphs.replay(key)  # a record is loaded when it first runs
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
