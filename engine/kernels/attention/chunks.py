@@ -170,14 +170,15 @@ def _mixed_kernel(
     if SPLITS > 1:  # noqa: SIM102
         if used > 1:
             unit = (tile * HKV + h) * (DP // DV) + values
-            slot = (unit * BLOCK_M + m_index).to(tl.int64) * SPLITS + split
-            tl.store(part_ptr + slot[:, None] * DV + tl.arange(0, DV)[None, :], out, mask=row_mask)
-            tl.store(lse_ptr + slot, m + tl.log2(total))
+            first_row = (unit * SPLITS + split).to(tl.int64) * BLOCK_M
+            mine = m_index[:, None] * DV + tl.arange(0, DV)[None, :]
+            tl.store(part_ptr + first_row * DV + mine, out, mask=row_mask)
+            tl.store(lse_ptr + first_row + m_index, m + tl.log2(total))
             tl.debug_barrier()  # every thread has written its part before the program announces that it is done
             arrived = tl.atomic_add(arrived_ptr + unit, 1, sem="acq_rel")
             if arrived == used - 1:
                 _merge(
-                    part_ptr, lse_ptr, out_ptr, unit * BLOCK_M, used, q_start, first_q, count, h, first_v,
+                    part_ptr, lse_ptr, out_ptr, unit, used, q_start, first_q, count, h, first_v,
                     HKV, G, D, DV, BLOCK_Q, BLOCK_M, SPLITS, ROWS,
                 )  # fmt: skip
                 tl.store(arrived_ptr + unit, 0)
@@ -188,7 +189,7 @@ def _mixed_kernel(
 
 @triton.jit
 def _merge(
-    part_ptr, lse_ptr, out_ptr, first_row, used, q_start, first_q, count, h, first_v,
+    part_ptr, lse_ptr, out_ptr, unit, used, q_start, first_q, count, h, first_v,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -199,15 +200,15 @@ def _merge(
         row = at + tl.arange(0, ROWS)
         token = first_q + row // G
         mask = ((row < BLOCK_Q * G) & (token < count))[:, None]
-        slot = (first_row + row).to(tl.int64) * SPLITS
-        lse = tl.load(lse_ptr + slot[:, None] + s[None, :], mask=mask & (s < used)[None, :], other=-float("inf"))
+        first = unit.to(tl.int64) * SPLITS * BLOCK_M + row  # of the first slice's rows
+        lse = tl.load(lse_ptr + first[:, None] + s[None, :] * BLOCK_M, mask=mask & (s < used)[None, :], other=-float("inf"))
         top = tl.max(lse, 1)
         weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top)[:, None])
         sums = tl.sum(weight, 1)
         weight = weight / tl.where(sums == 0, 1.0, sums)[:, None]
         acc = tl.zeros([ROWS, DV], tl.float32)
         for i in tl.static_range(SPLITS):  # unrolled, so that the loads are in flight together
-            part = tl.load(part_ptr + (slot + i)[:, None] * DV + v[None, :], mask=mask & (i < used), other=0.0)
+            part = tl.load(part_ptr + (first + i * BLOCK_M)[:, None] * DV + v[None, :], mask=mask & (i < used), other=0.0)
             acc += part * tl.sum(tl.where((s == i)[None, :], weight, 0.0), 1)[:, None]
         at_out = (q_start + token)[:, None] * (HKV * G * D) + (h * G + row % G)[:, None] * D + (first_v + v)[None, :]
         tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=mask & (first_v + v < D)[None, :])
