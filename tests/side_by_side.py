@@ -57,8 +57,8 @@ def files(pattern: str) -> list[str]:
 
 
 KERNELS = "tests/engine/kernels"
-OF_TRITON = files(f"{KERNELS}/test_triton_*.py")
-SELFTEST = files(f"{KERNELS}/test_selftest*.py")
+OF_TRITON = files(f"{KERNELS}/**/test_triton_*.py")
+SELFTEST = f"{KERNELS}/selftest"
 KILLED_INSTALLS = [f"tests/installer/operate/test_{name}.py"
                    for name in ("install_kill", "install_server_kill", "boot_recovery", "settings_trial")]  # fmt: skip
 PROCESSES = ["tests/engine/server/process", "tests/engine/server/cli"]
@@ -88,9 +88,9 @@ TESTS = {
 }
 # GPU kernels and the steps around them, in Triton's interpreter.
 OF_KERNELS = {
-    "kernels' other tests": Part(pytest(KERNELS, *without([*OF_TRITON, *SELFTEST])), ONE_THREAD),
+    "kernels' other tests": Part(pytest(KERNELS, *without([*OF_TRITON, SELFTEST])), ONE_THREAD),
     "kernels in Triton's interpreter": Part(pytest(*OF_TRITON), ONE_THREAD),
-    "kernels' self-test": Part(pytest(*SELFTEST), ONE_THREAD),
+    "kernels' self-test": Part(pytest(SELFTEST), ONE_THREAD),
 }
 # Real installations, tuned, verified, piloted, and killed in between.
 INSTALLATIONS = {

@@ -1,4 +1,4 @@
-"""The program of the screens: language, colours, keys that work everywhere, and the one job that is followed."""
+"""The program of the screens: language, colours, what keys do everywhere, and the one job that is followed."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 from textual import work
 from textual.app import App
-from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.filter import LineFilter
 from textual.reactive import reactive
@@ -22,7 +21,7 @@ from appliance.service.desk import Desk, InstallError, Layout, MachineFacts, Per
 from appliance.service.state import State, StepState
 from appliance.service.trouble import Trouble
 from appliance.service.words import CHOSEN, t, told
-from tui import pauses
+from tui import keys, pauses
 from tui.dialogs.ask import Ask, Read
 from tui.dialogs.seat import GiveWay, TakeOver
 from tui.driver import Driver, WithoutColours
@@ -41,23 +40,6 @@ FOLLOW_SECONDS = 0.1       # between two looks at what the job has said
 DRAW_SECONDS = 0.2         # between two drawings of it; on a serial line PLAIN_SECONDS
 PLAIN_SECONDS = 5.0
 
-HELP = t(
-    "Enter        continue: run this step, or open the next one\n"
-    "Up, Down     choose a line; its meaning is shown below\n"
-    "0 to 6       open a step, as Left and Right do\n"
-    "Esc          one step back\n"
-    "Tab          next field\n"
-    "F2, F4       language; colours\n"
-    "F3           menu of everything that you can do\n"
-    "F5           run this step again\n"
-    "F6           write the answers to a file, for the next server\n"
-    "F7           write the report of all steps to files\n"
-    "F8           messages of the running work\n"
-    "F9           waive this failed check, with a reason\n"
-    "F12 or 7     the dashboard\n"
-    "F10, Ctrl-C  leave. Running work continues; `atoll` shows it"
-)
-
 
 class Wizard(App[None]):
     """`position` 0 is the start; from 1 on the steps of the checklist. It is the `Front` of all screens."""
@@ -66,16 +48,7 @@ class Wizard(App[None]):
     ENABLE_COMMAND_PALETTE = True
     COMMANDS: ClassVar = {Menu}
     COMMAND_PALETTE_BINDING = "f3"
-    BINDINGS: ClassVar = [
-        Binding("enter", "forward"), Binding("escape", "back"),
-        Binding("f1,question_mark", "help"), Binding("f2", "language"), Binding("f4", "colours"),
-        Binding("f5", "again"), Binding("f6", "export"), Binding("f7", "report"), Binding("f8", "messages"),
-        Binding("f9", "waive"), Binding("f12", "dashboard"), Binding("7", "dashboard"), Binding("ctrl+l", "redraw"),
-        Binding("f11", "seat"),
-        Binding("f10,ctrl+q", "leave", priority=True), Binding("ctrl+c", "leave", priority=True),
-        Binding("left", "move(-1)"), Binding("right", "move(1)"),
-        *(Binding(str(number), f"open({number})") for number in range(7)),
-    ]  # fmt: skip
+    BINDINGS: ClassVar = keys.BINDINGS
 
     language: reactive[str] = reactive("en", init=False)
     standing: reactive[State | None] = reactive(None, init=False, always_update=True)
@@ -345,7 +318,7 @@ class Wizard(App[None]):
     def action_help(self) -> None:
         body = self.body
         own = self.say(body.HELP) if body is not None and body.HELP else ""
-        text = "\n\n".join(each for each in (own, self.say(HELP)) if each)
+        text = "\n\n".join(each for each in (own, self.say(keys.HELP)) if each)
         self.push_screen(Read(self.say, t("Help"), text))
 
     def action_messages(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import reason, t
 
 KEY_VARIABLE = "OPENAI_API_KEY"  # as `vllm bench serve` and the openai package name it
@@ -35,8 +35,8 @@ class Target:
         except ValueError:
             good = False
         if not good or parts.query or parts.fragment or parts.username:
-            raise _usage(t("'{url}' is not the address of an endpoint.", url=self.base_url),
-                         t("Write it as https://server:8443, without a key in it."))
+            raise usage_error(t("'{url}' is not the address of an endpoint.", url=self.base_url),
+                              t("Write it as https://server:8443, without a key in it."))
 
     @property
     def host(self) -> str:
@@ -71,8 +71,8 @@ class Target:
         try:
             return ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
         except (OSError, ssl.SSLError) as error:
-            raise _usage(t("The certificate {path} cannot be used: {why}.", path=self.ca, why=reason(error)),
-                         t("Export the local CA on the server: atoll tls export-ca")) from None
+            raise usage_error(t("The certificate {path} cannot be used: {why}.", path=self.ca, why=reason(error)),
+                              t("Export the local CA on the server: atoll tls export-ca")) from None
 
     def pinned_der(self) -> bytes | None:
         if self.pinned is None:
@@ -94,17 +94,13 @@ def read_key(file: Path | None) -> str | None:
                 text = opened.read(_MOST_KEY + 1).decode("ascii")
         except (OSError, ValueError) as error:
             why = reason(error) if isinstance(error, OSError) else t("it is not text")
-            raise _usage(t("The API key's file {path} cannot be used: {why}.", path=file, why=why),
-                         t("Put the key alone into a file that only you may read.")) from None
+            raise usage_error(t("The API key's file {path} cannot be used: {why}.", path=file, why=why),
+                              t("Put the key alone into a file that only you may read.")) from None
     key = text.strip()
     if not key:
         if file is not None:
-            raise _usage(t("The API key's file {path} is empty.", path=file), t("Put the key alone into it."))
+            raise usage_error(t("The API key's file {path} is empty.", path=file), t("Put the key alone into it."))
         return None
     if len(key) > _MOST_KEY or not key.isprintable() or " " in key or not key.isascii():
-        raise _usage(t("{where} does not hold one API key.", where=where), t("Put the key alone into it."))
+        raise usage_error(t("{where} does not hold one API key.", where=where), t("Put the key alone into it."))
     return key
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

@@ -46,9 +46,10 @@ def show(layout: Layout, answers: Answers | None = None) -> State:
 def run(
     layout: Layout, request: RunRequest, reader: JobReader, *, fresh: bool = False
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run the checklist as a job and follow it. Returns its result, and what it handed over. Raises InstallError.
+    """Run the checklist as a job and follow it. Returns its result, and the secrets that it handed over. Raises
+    InstallError.
 
-    `fresh`: the job's process is started anew instead of being forked from this one.
+    `fresh`: the job runs in a new process, not in one that is forked from this one.
     """
     for name in request.steps:
         step_called(name)
@@ -232,7 +233,7 @@ def step_called(name: str) -> Step:
 
 
 def last_answers(layout: Layout) -> Answers:
-    """The answers of the last run; None if there was none."""
+    """The answers of the last run; empty ones if there was none."""
     path = layout.checklist / "answers.toml"
     return answers_of.read(path) if path.is_file() else answers_of.empty()
 

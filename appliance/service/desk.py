@@ -74,7 +74,7 @@ class Desk:
 
     def state(self) -> State:
         state = checklist.show(self.layout, self.answers)
-        with contextlib.suppress(OSError, InstallError):  # who may not read the journal made no key
+        with contextlib.suppress(OSError, InstallError):  # a user who may not read the journal has made no key
             self.key_is_unseen = bool(History(intact(self.layout.journal)).unshown_keys)
         return state
 
@@ -246,7 +246,7 @@ class Desk:
         key_was_shown(self.layout, result["key_ids"])
 
     def export(self) -> Path:
-        """Write the current answers beside the checklist's own files, or into the working directory."""
+        """Write the current answers into the working directory. Raises OSError."""
         path = Path.cwd() / "atoll-answers.toml"
         fs.write_atomic(path, answers_of.text_of(self.answers), 0o600)
         return path
@@ -258,7 +258,7 @@ class Desk:
         return checklist_report.write(self.state(), Path.cwd())
 
     def _learned(self, work: Callable[[], tuple[dict, dict[str, str]]]) -> tuple[dict, dict[str, str]]:
-        """Do it, then take over the answers that the run was given or learned. A run that did not begin has saved
+        """Do the work, then take over the answers that the run was given or learned. A run that did not begin has saved
         none."""
         began = True
         try:

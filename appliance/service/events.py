@@ -15,9 +15,9 @@ from typing import Any
 
 from installer.audit import log
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError, io_error
-from installer.base.i18n import joined, t
-from installer.base.journal import Journal, Record, repair, replay
+from installer.base.errors import InstallError, io_error
+from installer.base.i18n import t
+from installer.base.journal import Journal, Record, intact, repair, replay
 from installer.base.layout import Layout
 from installer.base.lock import InstallLock
 
@@ -30,18 +30,8 @@ def path_of(layout: Layout) -> Path:
 
 def read(layout: Layout) -> list[Record]:
     """All events; empty if no checklist was started. Holds no lock. Raises InstallError (30) for damage."""
-    path = path_of(layout)
-    found = replay(path)
-    if found.damaged_lines:
-        raise InstallError(
-            t("The checklist's events {path} are damaged at line {names}.", path=path,
-              names=joined(map(str, found.damaged_lines))),
-            exit_code=ExitCode.IO,
-            why=t("A power cut tears only the last line. So the disk is failing, or somebody edited the file."),
-            changed=t("Nothing was changed."),
-            hint=t("Keep the intact events, and the damaged file beside them: atoll checklist reset"),
-        )
-    return found.records
+    return intact(path_of(layout),
+                  t("Keep the intact events, and the damaged file beside them: atoll checklist reset"))  # fmt: skip
 
 
 class Events:
@@ -86,8 +76,6 @@ class Events:
         try:
             return self.journal.add(event, **data)
         except OSError as error:
-            if self.journal.records and self.journal.records[-1].get("event") == event:
-                self.journal.records.pop()  # what is not on the disk did not happen
             raise _lost(error) from error
 
     def audit(self) -> None:

@@ -119,14 +119,18 @@ def _measure(engine: EngineCore, args: argparse.Namespace, *, with_prompts: bool
         shape = workloads.Shape(count, (tokens, tokens), (1, 1))
         return workloads.draw(name, shape, engine.vocab_size, seed).prompts
 
+    # Drawn before the streams begin: that would hold them up.
+    of_long, of_short = (
+        prompts("long", args.prompts, args.prompt_tokens, 2), prompts("short", args.short, args.short_tokens[0], 3)
+    )  # fmt: skip
     clock = Clock(engine)
     preemptions = engine.stats().num_preemptions
     streams = clock.submit(prompts("streams", args.streams, args.stream_tokens[0], 1), args.stream_tokens[1])
     clock.run_until(streams, min(_SETTLED, args.stream_tokens[1]))
     arrival, long, short = time.perf_counter(), [], []
     if with_prompts:
-        long = clock.submit(prompts("long", args.prompts, args.prompt_tokens, 2), 1)
-        short = clock.submit(prompts("short", args.short, args.short_tokens[0], 3), args.short_tokens[1])
+        long = clock.submit(of_long, 1)
+        short = clock.submit(of_short, args.short_tokens[1])
     while engine.has_work():
         clock.step()
     seconds = time.perf_counter() - arrival

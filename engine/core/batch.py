@@ -72,6 +72,13 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.seqs)
 
+    @property
+    def pooled_ends(self) -> list[int]:
+        """Indices in `seqs` of the sequences whose embedding is complete with this step."""
+        if not self.pooled:
+            return []
+        return [i for i, seq in enumerate(self.seqs) if seq.row in self.pooled and self.pooled[seq.row].ends]
+
 
 @dataclass(frozen=True, slots=True)
 class SeqResult:

@@ -103,7 +103,7 @@ class Scheduler:
         draft = StepDraft(self._next_step, self.max_num_batched_tokens, self.kv)
         served = self._serve_overdue(draft, patience) if self._stalled else set()
         decodes, prompts = self._by_kind(served)
-        self._serve_decodes(draft, decodes)
+        self._serve_decodes(draft, decodes, prompts[0].num_computed_tokens if prompts else 0)
         self._serve_prompts(draft, prompts)
         self._stalled = draft.stalled
         if self.waiting and not draft.stalled and not draft.preempted:
@@ -126,14 +126,14 @@ class Scheduler:
                 prompts.append(seq)
         return decodes, prompts
 
-    def _serve_decodes(self, draft: StepDraft, decodes: list[Sequence]) -> None:
-        """Serve each one token, and leave prompts as many as the pace allows beside them."""
+    def _serve_decodes(self, draft: StepDraft, decodes: list[Sequence], context: int) -> None:
+        """Serve each one token, and leave prompts, the first with so much context, as many as the pace allows."""
         before = len(draft.items)
         for seq in decodes[: draft.budget]:
             has_room = seq.num_computed_tokens < len(seq.tables[0]) * self._page_size  # in most steps
             if has_room or self._has_pages(draft, seq, 1):
                 draft.add(seq, 1, ends=True)
-        draft.budget = self.pace.tokens(len(draft.items) - before, draft.budget)
+        draft.budget = self.pace.tokens(len(draft.items) - before, draft.budget, context)
 
     def _serve_prompts(self, draft: StepDraft, prompts: list[Sequence]) -> None:
         for seq in prompts:

@@ -115,8 +115,8 @@ class WaitingQueue:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Why the first waiting sequence was not admitted. It holds no pages, so admitting it takes a new search for its
-    prefix: not in every step, but when this may have changed."""
+    """Why the first waiting sequence was not admitted. It holds no pages, so every attempt searches for its prefix
+    again. This tells when an attempt is pointless, so that not every step makes one."""
 
     seq: Sequence
     length: int        # known tokens

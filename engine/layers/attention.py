@@ -155,10 +155,16 @@ class Attention(nn.Module):
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             assert own is not None
             k, v = own.unbind(1)
+            splits = 1
+            if self.window is None:
+                splits = attention_chunks.num_slices(
+                    tokens - batch.num_single, batch.tile_tokens, self.num_kv_heads, self.head_dim,
+                    batch.multiprocessors, qkv.device,
+                )  # fmt: skip
             attention_chunks.mixed(
                 q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
                 batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
-                softcap=self.softcap, **self._kv_scales,
+                softcap=self.softcap, splits=splits, **self._kv_scales,
             )  # fmt: skip
         return out.view(tokens, -1)
 

@@ -52,7 +52,7 @@ class StateBatch:
 
     num_chunks        number of chunks, of 64 tokens or less, of all sequences with several tokens: the only fact about
     a
-                      mixed step that the host must know (recurrent.gated_delta.num_chunks); 0 in a decode step
+                      mixed step that the host must know (recurrent.prefill.num_chunks); 0 in a decode step
     """
 
     slots: torch.Tensor

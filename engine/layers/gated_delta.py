@@ -117,14 +117,14 @@ class GatedDeltaNet(nn.Module):
     ) -> torch.Tensor | QuantizedRows:
         """`early`: when the next kernel starts, everything but `ba` is complete."""
         from engine.kernels.pointwise import norm
-        from engine.kernels.recurrent import gated_delta
+        from engine.kernels.recurrent import decode, prefill
 
         out = torch.empty(qkv.shape[0], self.value_heads, self.value_dim, dtype=qkv.dtype, device=qkv.device)
         arguments = self.kernel_arguments(qkv, ba, batch, out)
         if batch.chunks is not None:
             assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
-            gated_delta.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
-        gated_delta.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts, early=early)
+            prefill.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
+        decode.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts, early=early)
         if self.out_proj.wants_fp8(out.shape[0]):
             quantized = norm.gated_rms_norm_to_fp8(out, z, self.norm_weight, self.eps)
             return QuantizedRows(*quantized, out.dtype)
@@ -133,8 +133,8 @@ class GatedDeltaNet(nn.Module):
     def kernel_arguments(
         self, qkv: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch, out: torch.Tensor
     ) -> tuple[Any, ...]:
-        """Arguments common to `prefill` and `decode` of recurrent.gated_delta."""
-        from engine.kernels.recurrent.gated_delta import DeltaShape
+        """Arguments common to recurrent.prefill and recurrent.decode."""
+        from engine.kernels.recurrent.shape import DeltaShape
 
         shape = DeltaShape(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
         weights = self.conv_weight.squeeze(1), self.a_log, self.dt_bias

@@ -213,7 +213,7 @@ def _recurrent_batch(positions: torch.Tensor, state: StateBatch) -> RecurrentBat
         return RecurrentBatch.build(positions, state.slots, state.q_starts, state.counts)
     if len(state.slots) == len(positions):
         return DeviceRecurrentBatch(positions, state.slots)
-    from engine.kernels.recurrent.gated_delta import plan_chunks
+    from engine.kernels.recurrent.prefill import plan_chunks
 
     chunks = plan_chunks(state.counts, state.num_chunks)
     return DeviceRecurrentBatch(positions, state.slots, state.q_starts, state.counts, chunks)

@@ -8,18 +8,20 @@ import torch
 from torch import nn
 
 from engine.core.kv.spec import AttentionLayer, CacheLayer, CacheSpec, StateLayer
+from engine.core.kv.strips import Strips, deal
 
 _SCALE = torch.float32  # of an int8 cache
 
 
 class Cache:
     """Keys and values of every attention layer, k, v [num_pages, page_size, Hkv, D], and the recurrent layers' states,
-    tuples of [num_slots, *shape]. `num_slabs` slabs and the memory outside them (engine/core/kv/spec.py), all zeros.
+    tuples of [num_slots, *shape]. `num_slabs` slabs and the memory outside them, all zeros. Page 0 and slot 0 are for
+    padding.
 
-    If all pages are of one kind, a slab is a page, and each layer's pages are contiguous. Otherwise a page contains its
-    tokens for one layer after another, and a layer's pages are strided:
+    Without strips (engine/core/kv/strips.py), each layer has its keys in one piece, and its values in another. With
+    them, a layer's pages are its strips, one behind another, and its keys in a page come before its values:
 
-        | null page | slab 0: [k0 v0 k1 v1 ...] [k0 v0 k1 v1 ...] | slab 1: [state 0, state 1, ...] | ... |
+        | page 0: k, v | page 1: k, v | ... | last page of the last strip: k, v |
 
     An int8 cache has a scale for each token and head, in the layer's page: [k, scales of k, v, scales of v]. Scales
     [num_pages, page_size, Hkv] lie like the numbers that they are for: a stride of theirs is that of the numbers,
@@ -39,24 +41,16 @@ class Cache:
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of an int8 cache's k and v
         self.states: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._begin = max(spec.page_strides)  # where the first slab begins
         self._heads_first = _is_gpu(device)
-        if len(spec.per_slab) == 1 and not spec.scale_bytes:
+        if spec.strips is None:
             self._cut_layers(dtype)
-        elif len(spec.per_slab) == 1:
-            self._cut_scaled_layers(dtype)
         else:
-            self._cut_pages(dtype)
-            self._cut_slots()
+            self._cut_pages(spec.strips, dtype)
+            self._cut_slots(spec.strips)
 
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
-
-    @property
-    def padding_slot(self) -> int:
-        """The slot for padding, which no sequence has."""
-        return self.num_slabs * self.spec.per_slab[-1]
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
         """Bind each caching module, in the order of `spec.layers`, to its part of the memory."""
@@ -71,16 +65,19 @@ class Cache:
             else:
                 module.state = self.states[i]  # type: ignore[assignment]
 
-    def slab(self, index: int) -> torch.Tensor:
-        """The bytes of a slab."""
-        start = self._begin + index * self.spec.slab_bytes
-        return self.memory[start : start + self.spec.slab_bytes]
+    def clear_slab(self, index: int) -> None:
+        strips = self.spec.strips
+        assert strips is not None, "without strips, no slab changes hands"
+        start = strips.front + index * strips.piece
+        self.memory.view(strips.count, -1)[:, start : start + strips.piece].zero_()
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy all recurrent layers' states from slot to slot."""
-        stride = self.spec.slot_stride
-        slots = self.memory[self._begin :][: (self.padding_slot + 1) * stride].view(-1, stride)
-        slots[target].copy_(slots[source])
+        strips = self.spec.strips
+        assert strips is not None
+        stride = strips.strides[-1]
+        slots = self.memory.view(strips.count, -1)[:, strips.front - stride :].unfold(1, stride, stride)
+        slots[:, target].copy_(slots[:, source])
 
     def _cut_layers(self, dtype: torch.dtype) -> None:
         at = 0
@@ -93,23 +90,11 @@ class Cache:
             self.kv[i] = key, value
             at += size
 
-    def _cut_scaled_layers(self, dtype: torch.dtype) -> None:
-        """Each layer's pages follow one another, each with the scales of its numbers."""
-        at = 0
-        for i, layer in self.spec.storing.items():
-            stride = 2 * self._bytes_of(layer, dtype)
-            self._cut_layer(i, layer, dtype, at, stride, self.num_slabs + 1)
-            at += stride * (self.num_slabs + 1)
-
-    def _cut_pages(self, dtype: torch.dtype) -> None:
-        """Page 0 of each group (the null page) ends where the first slab begins."""
-        spec = self.spec
-        for group, per, stride in zip(spec.groups, spec.per_slab, spec.page_strides, strict=False):
-            at = self._begin - stride
-            for i in group.layers:
-                layer = spec.storing[i]
-                self._cut_layer(i, layer, dtype, at, stride, self.num_slabs * per + 1)
-                at += 2 * self._bytes_of(layer, dtype)
+    def _cut_pages(self, strips: Strips, dtype: torch.dtype) -> None:
+        for group, run, stride in zip(self.spec.groups, strips.runs, strips.strides, strict=False):
+            size = run * strips.strip_bytes(self.num_slabs)
+            for n, i in enumerate(group.layers):
+                self._cut_layer(i, self.spec.storing[i], dtype, n * size, stride, size // stride)
 
     def _bytes_of(self, layer: AttentionLayer, dtype: torch.dtype) -> int:
         """Bytes of a layer's keys in a page, or of its values."""
@@ -134,20 +119,25 @@ class Cache:
         if cut_scales:
             self.scales[i] = cut_scales[0], cut_scales[1]
 
-    def _cut_slots(self) -> None:
-        at, stride = self._begin, self.spec.slot_stride
-        for i, layer in enumerate(self.spec.layers):
-            if not isinstance(layer, StateLayer):
-                continue
-            tensors = []
-            for shape, name, size in zip(layer.shapes, layer.dtypes, layer.sizes, strict=True):
-                dtype: torch.dtype = getattr(torch, name)
-                strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-                tensors.append(self.memory.view(dtype).as_strided(
-                    (self.padding_slot + 1, *shape), (stride // dtype.itemsize, *strides), at // dtype.itemsize
-                ))  # fmt: skip
-                at += size
-            self.states[i] = tuple(tensors)
+    def _cut_slots(self, strips: Strips) -> None:
+        layers = [(i, layer) for i, layer in enumerate(self.spec.layers) if isinstance(layer, StateLayer)]
+        stride, size = strips.strides[-1], strips.strip_bytes(self.num_slabs)
+        for strip, dealt in enumerate(deal(len(layers), strips.count)):
+            at = strip * size + strips.front - stride
+            for i, layer in (layers[n] for n in dealt):
+                self.states[i] = self._cut_states(layer, at, stride, 1 + self.num_slabs * strips.per_piece[-1])
+                at += sum(layer.sizes)
+
+    def _cut_states(self, layer: StateLayer, at: int, stride: int, slots: int) -> tuple[torch.Tensor, ...]:
+        tensors = []
+        for shape, name, size in zip(layer.shapes, layer.dtypes, layer.sizes, strict=True):
+            dtype: torch.dtype = getattr(torch, name)
+            strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+            tensors.append(self.memory.view(dtype).as_strided(
+                (slots, *shape), (stride // dtype.itemsize, *strides), at // dtype.itemsize
+            ))  # fmt: skip
+            at += size
+        return tuple(tensors)
 
 
 def cache_spec(layers: Sequence[CacheLayer], dtype: torch.dtype, page_size: int) -> CacheSpec:

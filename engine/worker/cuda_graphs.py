@@ -62,8 +62,8 @@ class Graphs(Generic[Key]):
                 self._graphs[key] = self._record(step, key)
 
     def _record(self, step: Callable[[Key], torch.Tensor], key: Key) -> Recorded:
-        # What steps of this kind create once and keep must neither come from the graphs' memory nor be initialised in
-        # a graph, which would do it at each replay: so the first step runs before.
+        # The first step runs before it is recorded, because steps of this kind create buffers once and keep them. In a
+        # graph these would be taken from the graphs' memory, and initialised again by each replay.
         if not self._graphs or _failed:
             step(key)
         graph = torch.cuda.CUDAGraph()
@@ -111,7 +111,7 @@ class DecodeGraphs(Graphs[int]):
 
 
 class MixedGraphs(Graphs[MixedShape]):
-    """`step(shape)` recorded for every shape, of which the list is ascending."""
+    """`step(shape)` recorded for every one of `shapes`, which are ascending."""
 
     def __init__(
         self,

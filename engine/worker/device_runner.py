@@ -107,8 +107,6 @@ class DeviceRunner:
             (group,) = groups  # that of the layers without a window
             rows, width = self.block_tables.shape[1:]
             self.prefixes = SharedPrefixes(rows, width, self.page_size, group)
-        if self.state_slots is not None:
-            self.state_slots.fill_(cache.padding_slot)
 
     @torch.inference_mode()
     def capture_graphs(self, max_batch: int) -> None:
@@ -217,8 +215,7 @@ class DeviceRunner:
         if len(sampling) < batch:  # rare: refill for the sampling ones, by a second copy
             pooled = None
             if plan.pooled:
-                ends = [i for i, s in enumerate(plan.seqs) if s.row in plan.pooled and plan.pooled[s.row].ends]
-                pooled = self.pooler.pool(plan, hidden.index_select(0, self._to_device(ends)), hidden)
+                pooled = self.pooler.pool(plan, hidden.index_select(0, self._to_device(plan.pooled_ends)), hidden)
             index = self._to_device(sampling)
             return hidden.index_select(0, index), column.index_select(1, index).contiguous(), sampling, whole, pooled
         return hidden[:batch], column, sampling, whole, None

@@ -55,9 +55,7 @@ def build_inputs(plan: StepPlan, table: RequestTable, *, has_state: bool = False
         state = StateBatch(columns[0], torch.tensor(starts, device=device) == 0, columns[1], columns[2])
 
     sampling = [i for i, s in enumerate(plan.seqs) if s.samples]
-    last = sampling
-    if plan.pooled:
-        last = sampling + [i for i, row in enumerate(rows) if row in plan.pooled and plan.pooled[row].ends]
+    last = sampling + plan.pooled_ends
     last_index = torch.from_numpy(ends[last] - 1).to(device)
     return StepInputs(
         token_ids=table.token_ids[row_of, positions].long(),

@@ -4,9 +4,8 @@ work.
     sequences   one token each ... | chunks of prompts ...
     tokens      0 1 2 ...          | first chunk | second chunk | ...
 
-A step can be padded to the shape of a graph (`padded`): with decoding sequences up to a number, with one more chunk up
-to a number of tokens, and with empty sequences up to the length of the list. As in decode steps, padding uses row 0,
-the padding row.
+A step can be padded to the shape of a graph (`padded`): more decoding sequences, one more chunk that has the missing
+tokens, and empty sequences up to the length of the list. As in decode steps, padding uses row 0, the padding row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.recurrent.gated_delta import num_chunks
+from engine.kernels.recurrent.prefill import num_chunks
 from engine.kernels.recurrent.reference import CHUNK
 
 MOST_CHUNKS = 8  # in a graph, including the one for padding
@@ -33,7 +32,8 @@ class MixedShape(NamedTuple):
 # padding would cost as much as the graph saves.
 SHAPES = (
     MixedShape(0, 32), MixedShape(0, 128), MixedShape(0, 256), MixedShape(0, 512),
-    MixedShape(32, 128), MixedShape(32, 256), MixedShape(32, 512), MixedShape(128, 128), MixedShape(128, 512),
+    MixedShape(32, 128), MixedShape(32, 256), MixedShape(32, 512),
+    MixedShape(128, 128), MixedShape(128, 256), MixedShape(128, 512),
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ class MixedStep:
     counts: np.ndarray    # [B] how many tokens
     singles: int          # how many sequences at the beginning have one token: they use decode attention
     tiles: tuple[np.ndarray, ...]  # [n, 2] for each size of tile, see `tiles_of`
-    chunks: int           # recurrent.gated_delta.num_chunks
+    chunks: int           # recurrent.prefill.num_chunks
 
     @classmethod
     def of(

@@ -53,8 +53,7 @@ def unpack(plan: StepPlan, pooled: torch.Tensor | None) -> dict[int, bytes | Non
     if pooled is None:
         return {}
     vectors = pooled.numpy().astype("<f4", copy=False)
-    places = [i for i, seq in enumerate(plan.seqs) if seq.row in plan.pooled and plan.pooled[seq.row].ends]
     return {
         place: vector.tobytes() if np.isfinite(vector).all() else None
-        for place, vector in zip(places, vectors, strict=True)
+        for place, vector in zip(plan.pooled_ends, vectors, strict=True)
     }

@@ -19,7 +19,7 @@ from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.inputs import StepInputs, build_inputs
 from engine.worker.pooling import Pooler, needs_all_states, unpack
-from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
+from engine.worker.results import prompt_parts, step_result
 from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
 from engine.worker.sample.sampler import Sampler, SampleResult
 from engine.worker.state import RequestTable
@@ -73,7 +73,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> ForwardedStep:
         for slab in plan.moved_slabs:
-            self.cache.slab(slab).zero_()  # the old bytes, read as numbers of another type, might be NaN
+            self.cache.clear_slab(slab)  # the old bytes, read as numbers of another type, might be NaN
         for init in plan.row_inits:
             self.table.admit(init)
             self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
@@ -187,23 +187,14 @@ class Runner:
         self.table.append(inputs.sample_rows, inputs.sample_positions, result.token_ids)
         return result
 
-    def _prompt_logprobs(
-        self, plan: StepPlan, hidden: torch.Tensor
-    ) -> dict[int, list[LogprobsTensors]]:
+    def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[LogprobsTensors]]:
         """For each sequence that asked: logprobs of the prompt tokens that follow each token of its chunk."""
-        found = {}
-        q_start = 0
-        for i, seq in enumerate(plan.seqs):
-            if seq.prompt_logprobs is not None:
-                count = min(seq.num_tokens, self.prompt_len[seq.row] - 1 - seq.start)
-                targets = self.table.token_ids[seq.row, seq.start + 1 : seq.start + 1 + count]
-                found[i] = [
-                    prompt_logprobs(
-                        self.model.logits(hidden[q_start + at : q_start + min(at + PROMPT_LOGITS_ROWS, count)]),
-                        targets[at : at + PROMPT_LOGITS_ROWS],
-                        seq.prompt_logprobs,
-                    )
-                    for at in range(0, count, PROMPT_LOGITS_ROWS)
-                ]
-            q_start += seq.num_tokens
-        return found
+        return {
+            i: [
+                prompt_logprobs(
+                    self.model.logits(hidden[part.hidden]), self.table.token_ids[part.row, part.targets], part.num_top
+                )
+                for part in parts
+            ]
+            for i, parts in prompt_parts(plan, self.prompt_len).items()
+        }

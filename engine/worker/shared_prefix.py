@@ -35,7 +35,7 @@ class SharedPrefixes:
     def find(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
         """[B] int32: how many tokens each of these sequences shares, 0 or the same number; None if it does not pay.
 
-        `positions`: of the token that each has in this step. A sequence keeps at least this one for itself."""
+        `positions`: of the one token that each sequence has in this step, which is never shared."""
         if len(rows) < LEAST_SEQUENCES:
             return None
         if not np.array_equal(rows, self._rows):
@@ -60,13 +60,14 @@ class SharedPrefixes:
         return shared
 
     def _largest_group(self, rows: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, int]:
-        """The sequences that share most in all, and how many pages they share at least; 0 if sharing does not pay. A
-        template that all requests begin with must not hide a long document of some, so several depths are tried."""
+        """The sequences whose sharing saves the most pages, and how many pages they share at least; 0 if sharing does
+        not pay. Several depths are tried: a template that all requests begin with must not hide a long document that
+        only some of them share."""
         depth = -(-least_tokens(len(rows)) // self._page_size)
         best, most = (np.zeros(0, dtype=np.int64), 0), 0
         while depth <= self._tables.shape[1]:
             long = np.flatnonzero(whole >= depth)
-            long = long[self._tables[rows[long], depth - 1] != NULL_PAGE]  # what has no page is not shared
+            long = long[self._tables[rows[long], depth - 1] != NULL_PAGE]  # unset entries are equal, but not shared
             if len(long) < LEAST_SEQUENCES:
                 return best
             last = self._tables[rows[long], depth - 1]

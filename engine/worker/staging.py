@@ -1,8 +1,10 @@
 """One host-to-device copy per step: everything that the host decided, packed into int32 words.
 
     | row [n] | position [n] | of sequences, tiles | sampling columns [C, m] | last tokens | changes | runs |
-      n = padded batch size (decode) or number of tokens (mixed); what is not in columns only mixed steps have
-      where sequences share a prefix: how many tokens each does, after the columns (decode) or before them (mixed)
+      n = padded batch size (decode) or number of tokens (mixed)
+      only mixed steps have the sections "of sequences, tiles" and "last tokens"
+      if sequences share a prefix, how many tokens each one shares stands after the columns (decode) or before them
+      (mixed)
 
 The words that a graph reads come first, always at the same place; `head_words` bounds them for any step. The changes of
 the request table come last. Their number has no useful bound: a prompt found in the prefix cache takes one token of a
@@ -31,9 +33,10 @@ def aligned(count: int) -> int:
 
 
 def head_words(tokens: int, sequences: int, tiles: Sequence[int], columns: int) -> int:
-    """The most words before the changes, in a step of at most so many tokens, sequences and tiles (of each size).
+    """Upper bound of the words before the changes, for mixed steps with at most these numbers of tokens, sequences and
+    tiles (of each size).
 
-    A decode step has less: rows and positions of its sequences, their columns, and what each shares.
+    A decode step has fewer: rows and positions of its sequences, their columns, and what each shares.
     """
     # Row and position of each token. Of each sequence: row, start, place, count, what it shares, columns, and where its
     # last token is.

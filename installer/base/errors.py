@@ -65,6 +65,11 @@ class InstallError(Exception):
         }
 
 
+def usage_error(message: str, hint: str) -> InstallError:
+    """An InstallError for something that cannot be done as it was asked for."""
+    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)
+
+
 def io_error(action: str, error: OSError) -> InstallError:
     """An InstallError for an OSError during `action` (full disk, read-only file system, permission, other).
 

@@ -46,8 +46,9 @@ class Replay:
     damaged_lines: list[int] = field(default_factory=list)   # 1-based; a crash does not explain these
 
 
-def intact(path: Path) -> list[Record]:
-    """The records of a journal. Raises InstallError (30) if it is damaged other than by a torn last line."""
+def intact(path: Path, hint: str | None = None) -> list[Record]:
+    """The records of a journal. Raises InstallError (30) if it is damaged other than by a torn last line. `hint`: what
+    then helps, for a journal that is not the installer's."""
     found = replay(path)
     if found.damaged_lines:
         raise InstallError(
@@ -55,7 +56,7 @@ def intact(path: Path) -> list[Record]:
             exit_code=ExitCode.IO,
             why=t("A power cut tears only the last line. So the disk is failing, or somebody edited the file."),
             changed=t("Nothing was changed."),
-            hint=t("Look at the disk (dmesg) and the file; then keep its intact records: atoll journal repair"),
+            hint=hint or t("Look at the disk (dmesg) and the file; then keep its intact records: atoll journal repair"),
         )
     return found.records
 
@@ -93,7 +94,8 @@ class Journal:
         self._fd = -1
 
     def add(self, event: str, **data: Any) -> Record:
-        """Record one event. Once a file is open, the record is on the disk when this returns."""
+        """Record one event. Once a file is open, the record is on the disk when this returns. If it cannot be written
+        (OSError), it was never recorded."""
         record: Record = {
             "n": self.records[-1]["n"] + 1 if self.records else 1,
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -106,7 +108,11 @@ class Journal:
         if self._fd < 0:
             self._pending.append(record)
         else:
-            self._write([record])
+            try:
+                self._write([record])
+            except OSError:
+                self.records.pop()
+                raise
         return record
 
     def open(self, path: Path) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from installer.base.timeouts import SMOKE_TIMEOUT, START_TIMEOUT
+from installer.base.timeouts import DRAIN_TIMEOUT, SMOKE_TIMEOUT, START_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class InstallOptions:
     only_these: bool = False               # models not named here are removed
     remove: list[str] = field(default_factory=list)         # instances to remove
     replicas: list[ReplicaChoice] = field(default_factory=list)     # to add
-    drain_timeout: float = 30.0            # seconds for the running requests of what is removed
+    drain_timeout: float = DRAIN_TIMEOUT   # seconds for the running requests of what is removed
     device: str | None = None              # for every model that does not name its own
     tls: TlsChoice = field(default_factory=TlsChoice)
     allow_downgrade: str | None = None     # reason for installing an older bundle; audited

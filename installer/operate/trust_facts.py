@@ -13,7 +13,7 @@ from installer.base.i18n import t
 from installer.base.journal import Replay
 from installer.base.layout import Layout
 from installer.base.messages import without_ids
-from installer.operate import deep_verify as deep
+from installer.operate.deep_verify import report
 from installer.operate.findings import Findings
 from installer.release import config, release
 from installer.tls import endpoint as tls_endpoint
@@ -132,7 +132,7 @@ def _read_verify(layout: Layout) -> Facts | None:
     os.stat(layout.state)
     if not os.access(layout.state, os.X_OK):
         raise PermissionError
-    return deep.last(layout)
+    return report.last(layout)
 
 
 def _age_days(at: str) -> int:

@@ -8,6 +8,7 @@ from installer.base.i18n import Text, joined, t
 from installer.gpu import Gpu, GpuProcess
 from installer.gpu.command import run
 from installer.preflight.gpu import is_named, selected
+from installer.preflight.host import tables_in_main_memory
 from installer.preflight.machine import Machine
 from installer.preflight.owners import Owner
 from installer.preflight.record import ModelNeed, PreflightContext, Seen, gib, gpu_check
@@ -59,8 +60,7 @@ def _group(
         return Seen("fail", t("there is no GPU {name}", name=missing[0]), fix, "nvidia-smi -L")
     mine = [gpu for gpu in gpus if any(is_named(gpu, choice) for choice in choices)]
     mine = mine or [max(gpus, key=lambda gpu: (_free(context, gpu), gpu.memory_total or 0))]
-    memory = context.machine.memory()[0]
-    tables = sum(need.host_bytes(memory) for need in needs)
+    tables = tables_in_main_memory(needs, context.machine.memory()[0])
     weights = sum(need.weight_bytes for need in needs) - tables
     asked = sum(need.vram_gib or 0 for need in needs) << 30
     least = int(weights * 1.1)

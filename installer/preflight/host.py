@@ -6,6 +6,7 @@ import platform
 import re
 import sys
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from itertools import islice
 from typing import Any
@@ -13,14 +14,15 @@ from typing import Any
 from installer.base import lock
 from installer.base.i18n import t
 from installer.gpu.command import run
-from installer.preflight.record import RAM_SERVER, PreflightContext, Seen, check, gib
+from installer.preflight.record import ModelNeed, PreflightContext, Seen, check, gib
 from installer.preflight.torch_build import MAX_FILES
 
 _V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}
 _V3 = _V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 GLIBC_MIN = (2, 28)        # the manylinux_2_28 wheels of torch
 PYTHON_MIN = (3, 11)
-RAM_OVERHEAD = 1 << 30     # interpreter, libraries, a small cache
+RAM_SERVER = 16 * 10**9    # of a machine with a GPU: "16 GB", part of which firmware keeps, hence not GiB
+RAM_OVERHEAD = 1 << 30     # without one: interpreter, libraries, a small cache
 SYSTEMD_GOOD, SYSTEMD_LEAST = 252, 249
 _MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_")
 
@@ -158,7 +160,7 @@ def memory(context: PreflightContext) -> Seen:
         required = t("{need} (1.25 × weights + 1 GiB, or what the bundle requires)", need=gib(need))
     else:
         shard = context.shard_bytes or context.weight_bytes
-        tables = context.host_bytes()
+        tables = tables_in_main_memory(context.needs, total)
         need, least = max(int(shard * 1.25) + RAM_SERVER + tables, asked), max(RAM_SERVER + tables, asked)
         required = t("{need} (1.25 × the largest file of weights + 16 GB)", need=gib(need))
         if tables:
@@ -174,6 +176,13 @@ def memory(context: PreflightContext) -> Seen:
         fix = t("Stop other programs.")
         return Seen("warn", observed, fix, "ps aux --sort=-rss | head", **said)
     return Seen("pass", observed, **said)
+
+
+def tables_in_main_memory(needs: Iterable[ModelNeed], memory: int) -> int:
+    """Bytes of embedding tables that stay in main memory beside a GPU, if the machine has `memory` bytes. With "auto",
+    the engine uses only memory that it needs for nothing else."""
+    return sum(need.table_bytes for need in needs
+               if need.tables == "host" or (need.tables == "auto" and memory >= RAM_SERVER + need.table_bytes))
 
 
 @check(

@@ -13,7 +13,6 @@ from installer.preflight.torch_build import TorchBuild
 from installer.release.config import Endpoint
 
 Status = Literal["pass", "warn", "fail"]
-RAM_SERVER = 16 * 10**9  # of a machine with a GPU: "16 GB", part of which firmware keeps, hence not GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class CheckRecord:
 @dataclass(frozen=True, slots=True)
 class ModelNeed:
     """One model to run. `gpus` are indices or UUIDs; empty: the machine's best. `table_bytes` of the weights may stay
-    in main memory; `tables` is the setting --per-layer-embeddings."""
+    in main memory (`host.tables_in_main_memory`); `tables` is the setting --per-layer-embeddings."""
 
     name: str
     weight_bytes: int
@@ -55,12 +54,6 @@ class ModelNeed:
     gpus: tuple[str | int, ...] = ()
     table_bytes: int = 0
     tables: str = "auto"
-
-    def host_bytes(self, memory: int) -> int:
-        """The part of the tables that stays in main memory beside a GPU, if the machine has `memory` bytes."""
-        if self.tables == "auto":  # with "auto", the engine uses memory that it needs for nothing else
-            return self.table_bytes if memory >= RAM_SERVER + self.table_bytes else 0
-        return self.table_bytes if self.tables == "host" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +97,6 @@ class PreflightContext:
     def needs(self) -> tuple[ModelNeed, ...]:
         """The models, even if only totals are known."""
         return self.models or (ModelNeed("", self.weight_bytes, self.vram_gib, self.gpus),)
-
-    def host_bytes(self) -> int:
-        """Weights of all models that stay in main memory although they run on a GPU."""
-        return sum(need.host_bytes(self.machine.memory()[0]) for need in self.needs)
 
     def torch_build(self) -> TorchBuild:
         """The PyTorch that will run."""

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -105,34 +104,38 @@ def service(options: argparse.Namespace) -> Iterator[dict[str, str]]:
     from appliance.demo.model import ensure_demo_model
 
     directory, key = ensure_demo_model(), f"sk-{secrets.token_urlsafe(24)}"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as temporary:
         keys, log = Path(temporary, "keys.json"), Path(temporary, "log")
         entry = {"id": "clients", "sha256": hashlib.sha256(key.encode()).hexdigest(), "scopes": ["serve"]}
         keys.write_text(json.dumps({"keys": [entry]}))
         keys.chmod(0o600)
-        command = [sys.executable, "-m", "appliance", "serve", directory, "--port", port, "--served-model-name", MODEL,
+        command = [sys.executable, "-m", "appliance", "serve", directory, "--port", 0, "--served-model-name", MODEL,
                    "--max-model-len", 2048, "--device", "cpu", "--kv-cache-memory-bytes", 200_000_000,
                    "--api-key-file", keys]
         with log.open("w") as written:
             process = subprocess.Popen([str(word) for word in command], stdout=written, stderr=written, cwd=ROOT)
         try:
-            wait_ready(f"http://127.0.0.1:{port}", process, log)
-            yield {"ATOLL_URL": f"http://127.0.0.1:{port}", "ATOLL_MODEL": MODEL, "OPENAI_API_KEY": key,
+            url = wait_ready(process, log)
+            yield {"ATOLL_URL": url, "ATOLL_MODEL": MODEL, "OPENAI_API_KEY": key,
                    "ATOLL_MODEL_DIR": str(directory)}
         finally:
             process.terminate()
             process.wait(timeout=30)
 
 
-def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The URL of the service, once it is ready."""
+    from ports import listening_port
+
+    try:
+        url = f"http://127.0.0.1:{listening_port(process, READY_SECONDS)}"
+    except AssertionError as error:
+        raise SystemExit(f"The service did not start: {error}\n{log.read_text()[-3000:]}") from None
     deadline = time.monotonic() + READY_SECONDS
     while True:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
             if reply.status == 200:
-                return
+                return url
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"The service did not start:\n{log.read_text()[-3000:]}")
         time.sleep(0.3)
@@ -156,5 +159,5 @@ def forces_tools(facts: dict[str, str]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(HERE.parent)]
     sys.exit(main())

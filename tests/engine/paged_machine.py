@@ -56,6 +56,8 @@ class PagedMachine:
 
     def __init__(self, memory: CacheMemory, num_rows: int, max_model_len: int) -> None:
         self.memory = memory
+        ones = (1,) * len(memory.per_slab)
+        self._runs, self._first_ids = memory.runs or ones, memory.first_ids or ones
         self.slab_cells = math.lcm(*memory.per_slab) * PAGE_SIZE
         self.cells: list[tuple[int, int]] = [(-1, -1)] * (memory.num_slabs * self.slab_cells)  # (kind, unit)
         self.content: list[int] = [-1] * len(self.cells)
@@ -213,11 +215,13 @@ class PagedMachine:
         self.content[self._claim(kind, target)] = state
 
     def _cells_of(self, kind: int, unit: int) -> range:
-        per = self.memory.per_slab[kind]
-        if kind < len(self.memory.windows):
-            unit -= 1  # page 0 lies before the slabs
+        per, run = self.memory.per_slab[kind], self._runs[kind]
+        first, length = self._first_ids[kind], per // run
+        n, at = divmod(unit, first + self.memory.num_slabs * length)  # which run
+        slab, i = divmod(at - first, length)
+        assert slab >= 0, "padding's page or slot"
         size = self.slab_cells // per
-        start = unit // per * self.slab_cells + unit % per * size
+        start = slab * self.slab_cells + (n * length + i) * size
         assert 0 <= start < len(self.cells)
         return range(start, start + size)
 

@@ -67,19 +67,21 @@ def test_rounding_is_to_the_nearest_of_127_steps():
     assert not to_int8(torch.zeros(2, 3, 8))[0].any()
 
 
-@pytest.mark.parametrize("model, memory", [("mistral_dir", 30_000), ("mixed_dir", 60_000), ("recurrent_dir", 130_000)])
+@pytest.mark.parametrize("model, memory, longest", [
+    ("mistral_dir", 30_000, 60), ("mixed_dir", 60_000, 60), ("recurrent_dir", 95_000, 110)
+])  # fmt: skip
 @pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_do_not_depend_on_preemption_chunks_or_the_prefix_cache(model, memory, overlap, request):
+def test_tokens_do_not_depend_on_preemption_chunks_or_the_prefix_cache(model, memory, longest, overlap, request):
     """Little memory and small steps, beside one request at a time with plenty of memory and no prefix cache."""
     directory = request.getfixturevalue(model)
-    requests = greedy_requests(14)
+    requests = greedy_requests(14, longest=longest)
     core = engine(directory, memory, max_num_batched_tokens=33, overlap=overlap, **INT8)
     assert {m.k_cache.dtype for m in core.runner.model.modules() if isinstance(m, Attention)} == {torch.int8}
     tokens, _ = run(core, requests, random.Random(1))
     assert core.stats().num_preemptions > 0
     assert core.stats().prefix_hits > 0 or model == "recurrent_dir"  # states are kept every 64 tokens only
     alone = engine(directory, 1 << 22, max_num_seqs=1, enable_prefix_caching=False, **INT8)
-    expected, _ = run(alone, greedy_requests(14))
+    expected, _ = run(alone, greedy_requests(14, longest=longest))
     assert tokens == expected
 
 

@@ -7,7 +7,6 @@ start without PYTHONPATH), and disk for the model three times.
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_kit import DEVICE
+from ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():
@@ -64,13 +64,10 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         private_key=keys.private_path,
     )  # fmt: skip
     shutil.rmtree(root / "model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     terms, engine = inspect_bundle(bundle).manifest.license, engine_facts()
     answers = {
         "schema_version": 1, "bundle": str(bundle), "trust_keys": [str(keys.public_path)], "device": "cuda",
-        "port": port, "confirm_plan": True, "waivers": WAIVERS,
+        "port": free_port(), "confirm_plan": True, "waivers": WAIVERS,
         "accept_licenses": [f"{engine.spdx}@{engine.licence_sha256}", f"{terms.spdx}@{terms.sha256}"],
         "review": {MODEL: REVIEW}, "preset": {"workload": "chat"},
         "tune": {"profile": "chat", "budget": BUDGET, "target": TARGET, "confirm": True},

@@ -6,10 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-from engine.kernels.recurrent import gated_delta
+from engine.kernels.recurrent import decode as delta_decode
+from engine.kernels.recurrent import prefill as delta_prefill
 from engine.kernels.recurrent import reference as recurrent_reference
-from engine.kernels.recurrent.gated_delta import DeltaShape
 from engine.kernels.recurrent.reference import RecurrentBatch
+from engine.kernels.recurrent.shape import DeltaShape
 from engine.kernels.runtime.compile_ahead import compile_ahead
 from engine.kernels.runtime.launcher import recording
 
@@ -73,13 +74,13 @@ class Step:
         )
         weights = self.weight.cuda(), self.a_log.cuda(), self.dt_bias.cuda()
         inputs = self.qkvz.cuda()[:, :CHANNELS], self.ba.cuda(), *weights, positions, slots, state, ring, SHAPE, out
-        total = gated_delta.num_chunks(self.counts.tolist())
+        total = delta_prefill.num_chunks(self.counts.tolist())
         if total:
-            chunks = gated_delta.plan_chunks(counts, total)
-            gated_delta.prefill(*inputs, q_starts=q_starts, counts=counts, chunks=chunks)
-            gated_delta.decode(*inputs, q_starts=q_starts, counts=counts, block_v=block_v)
+            chunks = delta_prefill.plan_chunks(counts, total)
+            delta_prefill.prefill(*inputs, q_starts=q_starts, counts=counts, chunks=chunks)
+            delta_decode.decode(*inputs, q_starts=q_starts, counts=counts, block_v=block_v)
         else:
-            gated_delta.decode(*inputs, block_v=block_v)
+            delta_decode.decode(*inputs, block_v=block_v)
         return [x.float() for x in (out, state, ring)]
 
 

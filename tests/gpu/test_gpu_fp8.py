@@ -113,6 +113,10 @@ def test_every_product_of_a_step_is_that_of_its_reference(family: str, tmp_path:
     with watched(model) as seen:
         generated(llm, prompts(12, longest=200), params)
     assert len(seen) >= 3 * 4, "of each layer at least four products"
+    for name in [name for name, calls in seen.items() if not calls]:
+        assert family == "gemma4-26b", f"{name}: never called"
+        assert ".mlp." in name, f"{name}: never called"  # that one runs as some of the experts
+        del seen[name]
     worst = {name: max(calls, key=lambda call: call[1]) for name, calls in seen.items()}
     name = max(worst, key=lambda name: worst[name][1])
     rows, off = worst[name]

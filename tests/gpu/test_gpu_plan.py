@@ -31,7 +31,7 @@ build_engine(EngineConfig(Path(sys.argv[1]), **json.loads(sys.argv[2])))
 def test_the_planners_pages_are_within_three_percent_of_the_engines(model: Path) -> None:
     if torch.cuda.get_device_properties(0).total_memory < 70 << 30:
         pytest.skip("needs a GPU of 80 GB")
-    large = sum(size in model.name for size in ("26b", "27b", "30b", "31b", "35b"))
+    large = sum(size in model.name for size in ("26b", "27b", "30b", "31b", "35b", "8x7b"))
     flags = FLAGS | ({"quantization": "fp8"} if large else {})
     ended = subprocess.run(
         [sys.executable, "-c", STARTED, str(model), json.dumps(flags)], capture_output=True, text=True, timeout=300,

@@ -14,7 +14,7 @@ from appliance.cli.install.preflight import read_waivers
 from appliance.cli.view.install_view import Terminal, print_result
 from appliance.service.installing import run_install
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.timeouts import START_TIMEOUT
@@ -258,7 +258,8 @@ def _models(bundles: list[str] | None, gpus: list[str] | None) -> list[ModelChoi
     for text in gpus or []:
         name, sep, listed = text.rpartition("=")
         if not sep and len(bundles or []) > 1:
-            raise _usage(t("--gpus {text}: for which model?", text=text), t("Name it: --gpus NAME={text}", text=text))
+            raise usage_error(t("--gpus {text}: for which model?", text=text),
+                              t("Name it: --gpus NAME={text}", text=text))  # fmt: skip
         chosen[name] = tuple(int(gpu) if gpu.isdigit() else gpu for gpu in listed.split(",") if gpu)
     models = []
     for text in bundles or []:
@@ -291,9 +292,6 @@ def _tls(
 
 def _reason(text: str | None) -> str | None:
     if text is not None and len(text.strip()) < 3:
-        raise _usage(t("--allow-downgrade needs a reason."), t("Say why, in words: --allow-downgrade 'ticket 4711'"))
+        raise usage_error(t("--allow-downgrade needs a reason."),
+                          t("Say why, in words: --allow-downgrade 'ticket 4711'"))  # fmt: skip
     return text
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

@@ -10,6 +10,7 @@ from appliance.cli.install.install import Accept, TrustKey, Yes, run_options
 from appliance.cli.language.commands import Commands
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
+from installer.base.timeouts import DRAIN_TIMEOUT
 from installer.decide.install_options import InstallOptions, ModelChoice, ReplicaChoice
 from installer.operate.lifecycle import history_of
 from installer.release import config, release
@@ -91,7 +92,7 @@ def add(
 
 
 @app.command(epilog=examples("sudo atoll models remove code", "sudo atoll models remove chat-2 --drain 300"))
-def remove(name: Name, drain: Drain = 30.0, yes: Yes = False, as_json: Json = False) -> None:
+def remove(name: Name, drain: Drain = DRAIN_TIMEOUT, yes: Yes = False, as_json: Json = False) -> None:
     """Take a model with its replicas, or one replica, out of service.
 
     It gets no new requests at once, and is stopped when the running ones have ended or the seconds are over.

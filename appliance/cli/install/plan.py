@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli.common import Json, examples, print_json, say, say_rows, told
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, usage_error
 from installer.base.i18n import language_of, t
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _plan(
     from appliance.service.presets import resolve
 
     if asked is None:
-        raise _usage(t("No model is named."), t("Name one that this lists: atoll presets"))
+        raise usage_error(t("No model is named."), t("Name one that this lists: atoll presets"))
     subject, card = model_and_gpu.subject(asked), model_and_gpu.card(gpu)
     if subject.preset is not None:
         preset = resolve.find(subject.preset, card)
@@ -186,7 +186,3 @@ def _print_table(as_json: bool) -> None:
 
 def _gib(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB" if size >= (1 << 30) // 10 else f"{size / (1 << 20):.1f} MiB"
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

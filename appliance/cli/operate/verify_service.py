@@ -10,7 +10,7 @@ from rich.console import Console
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, spoken, told
 from appliance.cli.view.finding_view import print_findings
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.base.lock import InstallLock
@@ -103,7 +103,7 @@ def command(
         if base_url is not None:
             found, written = _somewhere_else(base_url, model, api_key_file, ca, given, target or [], report, as_json)
         elif model or api_key_file or ca:
-            raise _usage(t("--model, --api-key-file and --ca belong to --base-url."), t("Give --base-url too."))
+            raise usage_error(t("--model, --api-key-file and --ca belong to --base-url."), t("Give --base-url too."))
         else:
             found, written = _installed(layout_for(prefix), given, target or [], report, as_json)
         if as_json:
@@ -150,7 +150,7 @@ def _somewhere_else(
 
     plan = _plan(VerifyAnswers(), given, targets)
     if report is None:
-        raise _usage(t("An endpoint elsewhere needs --report DIR."), t("Say where the report goes."))
+        raise usage_error(t("An endpoint elsewhere needs --report DIR."), t("Say where the report goes."))
     target = Target(url, model, key=read_key(key), ca=ca)
 
     async def served() -> str:
@@ -177,8 +177,9 @@ def _plan(standing: Any, given: dict[str, Any], targets: list[str]) -> "VerifyAn
     try:
         plan = VerifyAnswers.model_validate({**standing.model_dump(), **given})
     except ValidationError as error:
-        raise _usage(t("These flags do not fit together: {names}.", names=joined(problems(error, VerifyAnswers), "; ")),
-                     t("See: {command}", command="atoll verify-service --help")) from None
+        found = joined(problems(error, VerifyAnswers), "; ")
+        raise usage_error(t("These flags do not fit together: {names}.", names=found),
+                          t("See: {command}", command="atoll verify-service --help")) from None
     find_profile(plan.profile)
     return plan.model_copy(update={"targets": with_targets(plan.targets, targets)})
 
@@ -206,7 +207,3 @@ def _run(subject: "Subject", plan: "VerifyAnswers", state: Path | None, as_json:
             print_findings(group.findings, console)
         say()
     return found
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

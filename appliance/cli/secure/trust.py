@@ -11,7 +11,7 @@ from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, pri
 from appliance.cli.language.commands import Commands
 from appliance.cli.view.fingerprint import grouped, word_lines
 from installer.access import vendor_keys
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
@@ -127,7 +127,8 @@ def revoke(
     with told(as_json):
         layout = _writable(prefix)
         if len(why.strip()) < 3:
-            raise _usage(t("A revocation needs a reason."), t("Say why, in words: --reason 'stolen, letter of 3 May'"))
+            raise usage_error(t("A revocation needs a reason."),
+                              t("Say why, in words: --reason 'stolen, letter of 3 May'"))  # fmt: skip
         fingerprint = _meant(layout, key)
         signed = _signed(layout, {fingerprint})
         if not yes:
@@ -196,7 +197,7 @@ def _say_consequences(signed: list[str], left: int) -> None:
 
 
 def _confirm(fingerprint: str, signed: list[str]) -> None:
-    refused = _usage(t("Not confirmed."), t("Say --yes."))
+    refused = usage_error(t("Not confirmed."), t("Say --yes."))
     if not sys.stdin.isatty():
         raise refused
     say(t("This cannot be undone: nothing that the key {fingerprint} signed will be accepted here again.",
@@ -223,8 +224,10 @@ def _compare(said: str, fingerprint: str) -> None:
     except ValueError:
         pass
     if not _LEAST <= len(digits) <= len(fingerprint) or set(digits) - set("0123456789abcdef"):
-        raise _usage(t("This is not a fingerprint: it has 64 hex digits (or 32 words); give the first {least} or more.",
-                       least=_LEAST), t("The vendor sees it with: atoll keys fingerprint vendor.pub"))  # fmt: skip
+        raise usage_error(
+            t("This is not a fingerprint: it has 64 hex digits (or 32 words); give the first {least} or more.",
+              least=_LEAST), t("The vendor sees it with: atoll keys fingerprint vendor.pub"),
+        )  # fmt: skip
     if not fingerprint.startswith(digits):
         raise InstallError(
             t("The key has the fingerprint {fingerprint}, not the one that you named.", fingerprint=fingerprint),
@@ -246,7 +249,3 @@ def _writable(prefix: Path | None) -> Layout:
         )
     history_of(layout)
     return layout
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

@@ -9,7 +9,8 @@ from appliance.cli.common import Json, Prefix, examples, layout_for, padded, pri
 from appliance.cli.view.byte_progress import byte_progress, size
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
-from installer.operate.deep_verify import Report, Target, rebuild, verify
+from installer.operate.deep_verify.report import Report, Target
+from installer.operate.deep_verify.run import rebuild, verify
 
 _HELP = """Read every byte of the installed models and code again and compare it with what was signed.
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import fields
 from typing import Any
 
-from appliance.service.jobs.spool import Job
+from appliance.service.jobs.spool import Job, parsed
 from installer.access.licence import LicenceRequest
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
@@ -109,7 +109,7 @@ class JobFrontend:
         alone = time.monotonic()
         while time.monotonic() - alone < ATTACH_SECONDS:
             for line in self._lines():
-                answer = _parsed(line)
+                answer = parsed(line) or {}
                 if answer.get("n") == self._asked:
                     self.emit("answered", n=self._asked)
                     return answer.get("value")
@@ -156,11 +156,3 @@ class JobFrontend:
 def _fields(record: Any) -> dict[str, Any]:
     """A dataclass as a table; `asdict` would copy its texts, and so lose their message ids."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}

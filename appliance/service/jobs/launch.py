@@ -96,13 +96,11 @@ def _begin(job: Job, work: Work | None) -> int:
 
 def _spawn(job: Job) -> int:
     """Start a separate program; returns its pid."""
-    tree = code_tree()
-    command = [str(tree / "bin/atoll")] if tree is not None else list(THIS_CODE)
-    environment = {**os.environ, **({} if tree is not None else {"PYTHONPATH": str(code_root())})}
+    environment = {**os.environ, **({} if code_tree() is not None else {"PYTHONPATH": str(code_root())})}
     with open(job.path / "log", "ab") as log:
         return subprocess.Popen(
-            [*command, "jobs", "exec", str(job.path)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
-            env=environment, start_new_session=True,
+            [*this_atoll(), "jobs", "exec", str(job.path)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=log, env=environment, start_new_session=True,
         ).pid  # fmt: skip
 
 

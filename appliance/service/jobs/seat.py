@@ -21,14 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.service.jobs.spool import make_root
+from appliance.service.jobs.spool import make_root, parsed
 from installer.audit import log
 from installer.base import fs
 from installer.base.layout import Layout
 
 GRACE_SECONDS = 60.0     # a request that nobody answers is granted then
 _POLL_SECONDS = 0.25
-_TAKING_SECONDS = 10.0   # for which the seat is kept for who was granted it
+_TAKING_SECONDS = 10.0   # the seat is kept for the person who was granted it for so long
 _MAX_BYTES = 4096
 
 
@@ -53,7 +53,7 @@ class Person:
 
 class Seat:
     """One program's side of the seat. Its own thread calls `asked` with the person who asks to take over, and with None
-    when that is over; calls `changed` when the seat was won or lost."""
+    when the request has been settled. It calls `changed` when the seat was won, lost or refused."""
 
     def __init__(
         self, layout: Layout, asked: Callable[[Person | None], None], changed: Callable[[], None],
@@ -131,7 +131,7 @@ class Seat:
         if yes is None:
             return
         self._request = None
-        self._write("answer", {"id": request.id, "granted": yes})  # who asks always finds this or the request
+        self._write("answer", {"id": request.id, "granted": yes})  # the other side always finds this or its request
         self._remove("request")
         self._asked(None)
         if yes:
@@ -147,7 +147,7 @@ class Seat:
                 self._remove("answer")
                 self._refuse()
                 return
-            # The answer stays until the seat is taken: its holder has yet to leave it, and nobody else may take it.
+            # The answer stays until the seat is taken: the holder has not left it yet, and nobody else may take it.
         elif self._mine and request.get("id") != self._mine:
             self._refuse()  # somebody else asked after me, or was quicker
             return
@@ -209,10 +209,9 @@ class Seat:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            facts = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError):
+            return parsed(file.read(_MAX_BYTES)) or {}
+    except OSError:
         return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def _person(path: Path) -> Person | None:

@@ -107,7 +107,7 @@ class Job:
         except FileNotFoundError:
             return [], offset
         whole = data.rfind(b"\n") + 1
-        return [event for line in data[:whole].splitlines() if (event := _parsed(line))], offset + whole
+        return [event for line in data[:whole].splitlines() if (event := parsed(line))], offset + whole
 
     def to_json(self) -> dict[str, Any]:
         spec, end = self.spec, self.end or {}
@@ -230,7 +230,8 @@ def _prune(root: Path) -> None:
         shutil.rmtree(job.path, ignore_errors=True)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """One JSON object; None for anything else."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -240,6 +241,6 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return _parsed(path.read_bytes()) or {}
+        return parsed(path.read_bytes()) or {}
     except OSError:
         return {}

@@ -42,6 +42,12 @@ def series_of(layout: Layout) -> Path:
     return layout.state / "series.db"
 
 
+def _events(layout: Layout) -> list[Record]:
+    path = path_of(layout)
+    return intact(path, t("Look at the disk (dmesg) and the file. A new pilot can begin when {path} has been moved "
+                          "away.", path=path))  # fmt: skip
+
+
 @dataclass(slots=True)
 class StageState:
     name: str
@@ -76,7 +82,7 @@ class PilotState:
 
 def read(layout: Layout) -> PilotState:
     """Holds no lock. Raises InstallError (30) for a damaged file."""
-    return derive(intact(path_of(layout)))
+    return derive(_events(layout))
 
 
 def derive(records: list[Record]) -> PilotState:
@@ -112,7 +118,7 @@ class Records:
         self._lock.__enter__()
         try:
             run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
-            self.journal = Journal(run, intact(path_of(self.layout)))
+            self.journal = Journal(run, _events(self.layout))
             self.journal.open(path_of(self.layout))
         except BaseException:
             self._lock.__exit__(None, None, None)

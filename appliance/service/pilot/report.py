@@ -20,7 +20,7 @@ from appliance.service.verification.report import charts
 from appliance.service.verification.report.markdown import safe, table
 from installer.audit import log
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import LANGUAGES, t, told
 from installer.base.layout import Layout
 from installer.base.messages import decode
@@ -87,17 +87,19 @@ def sign(layout: Layout, directory: Path, decision: str, by: str, reason: str) -
     from appliance.service.pilot.run import admit
 
     if not by.strip() or not by.isprintable() or len(by) > 100:
-        raise _usage(t("A sign-off needs the name of a person, up to 100 characters."), t("Say who decides: --by NAME"))
+        raise usage_error(t("A sign-off needs the name of a person, up to 100 characters."),
+                          t("Say who decides: --by NAME"))  # fmt: skip
     with Records(layout, "pilot sign") as records:
         state = records.state
         if state.plan is None or state.open:
-            raise _usage(t("Only a pilot that is over can be signed."),
-                         t("Look at it: {command}", command="atoll pilot status"))  # fmt: skip
+            raise usage_error(t("Only a pilot that is over can be signed."),
+                              t("Look at it: {command}", command="atoll pilot status"))  # fmt: skip
         if state.signed is not None:
-            raise _usage(t("This pilot is signed already, by {by} at {at}.", by=state.signed["by"],
-                           at=state.signed["at"]), t("Start a new one: atoll pilot start --plan FILE"))  # fmt: skip
+            by, at = state.signed["by"], state.signed["at"]
+            raise usage_error(t("This pilot is signed already, by {by} at {at}.", by=by, at=at),
+                              t("Start a new one: atoll pilot start --plan FILE"))  # fmt: skip
         if decision == "go" and not recommends(state) and len(reason) < 3:
-            raise _usage(t("Not every stage has passed; to continue anyway, say why."), t("Add: --reason 'why'"))
+            raise usage_error(t("Not every stage has passed; to continue anyway, say why."), t("Add: --reason 'why'"))
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         signed = {"decision": decision, "by": by, "reason": reason[:500], "at": at, **log.operator()}
         written = write(layout, directory, state, signed)
@@ -217,7 +219,3 @@ def _throughput(layout: Layout, state: PilotState) -> dict[str, list[tuple[float
 
 def _speaker(language: str, made_safe: Callable[[str], str]) -> Callable[[object], str]:
     return lambda text: made_safe(str(told(text, language)))
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.load.result import LoadResult
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import Text, joined, plain, reason, t
 
 _HOURS = 8760.0
@@ -61,14 +61,14 @@ def assumed(*changes: Mapping[str, Any]) -> dict[str, float]:
     values = {each.name: float(each.default) for each in ASSUMPTIONS}
     for name, value in (pair for change in changes for pair in change.items()):
         if name not in BY_NAME:
-            raise _usage(t("There is no assumption called '{name}'.", name=str(name)[:60]),
-                         t("Assumptions are: {names}.", names=joined(list(BY_NAME))))  # fmt: skip
+            raise usage_error(t("There is no assumption called '{name}'.", name=str(name)[:60]),
+                              t("Assumptions are: {names}.", names=joined(list(BY_NAME))))  # fmt: skip
         about = BY_NAME[name]
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not good or not about.least <= value <= about.most:
-            raise _usage(t("{name} is a number from {least:g} to {most:g}, not {value!r}.", name=name,
-                           least=about.least, most=about.most, value=value),
-                         t("Meaning: {what} ({unit}).", what=about.what, unit=about.unit or "1"))  # fmt: skip
+            raise usage_error(t("{name} is a number from {least:g} to {most:g}, not {value!r}.", name=name,
+                                least=about.least, most=about.most, value=value),
+                              t("Meaning: {what} ({unit}).", what=about.what, unit=about.unit or "1"))  # fmt: skip
         values[name] = float(value)
     return values
 
@@ -83,7 +83,7 @@ def of_words(words: list[str]) -> dict[str, float]:
         except ValueError:
             equals = ""
         if not equals:
-            raise _usage(t("'{word}' is not an assumption.", word=word[:80]), t("Write --set power_price=0.15"))
+            raise usage_error(t("'{word}' is not an assumption.", word=word[:80]), t("Write --set power_price=0.15"))
     return found
 
 
@@ -96,8 +96,8 @@ def of_file(path: Path) -> dict[str, Any]:
         values = tomllib.loads(data.decode())
     except (OSError, ValueError) as error:
         why = reason(error) if isinstance(error, OSError) else plain(error)
-        raise _usage(t("The assumptions {path} cannot be used: {why}.", path=path, why=why),
-                     t("Print all of them: atoll cost --assumptions")) from None
+        raise usage_error(t("The assumptions {path} cannot be used: {why}.", path=path, why=why),
+                          t("Print all of them: atoll cost --assumptions")) from None
     cost = values.get("cost")
     return cost if isinstance(cost, dict) else values
 
@@ -152,9 +152,5 @@ def _bill(values: Mapping[str, float], speed: float) -> dict[str, Any]:
 
 def _speed(load: LoadResult) -> float:
     if load.output_throughput <= 0 or load.completed <= 0:
-        raise _usage(t("The measurement contains no finished request."), t("Measure again: atoll bench serve"))
+        raise usage_error(t("The measurement contains no finished request."), t("Measure again: atoll bench serve"))
     return load.output_throughput
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

@@ -17,7 +17,7 @@ from appliance.service.presets.catalogue import (
     find_model,
 )
 from engine.plan import native_context
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import joined, t
 
 WHITE_PAPER = "white-paper"
@@ -99,8 +99,8 @@ def find(name: str, card: GpuModel | None) -> Preset:
         return _verbatim(name, model, card)
     if workload_name not in data.workloads:
         known = [each.partition("/")[2] for each in names() if each.startswith(f"{model_name}/")]
-        raise _usage(t("The model '{model}' has no preset '{name}'.", model=model_name, name=workload_name),
-                     t("Name one of {names}.", names=joined(known)))  # fmt: skip
+        raise usage_error(t("The model '{model}' has no preset '{name}'.", model=model_name, name=workload_name),
+                          t("Name one of {names}.", names=joined(known)))  # fmt: skip
     if card is None:
         raise no_gpu()
     return resolve(model, card, data.workloads[workload_name])
@@ -108,8 +108,8 @@ def find(name: str, card: GpuModel | None) -> Preset:
 
 def no_gpu() -> InstallError:
     known = joined(list(catalogue().cards))
-    return _usage(t("No GPU is named, and this machine has none."),
-                  t("Name one: --gpu h100. The known ones: {names}.", names=known))  # fmt: skip
+    return usage_error(t("No GPU is named, and this machine has none."),
+                       t("Name one: --gpu h100. The known ones: {names}.", names=known))  # fmt: skip
 
 
 def resolve(model: Model, card: GpuModel, workload: Workload) -> Preset:
@@ -215,7 +215,3 @@ def _nearest(model: Model, card: GpuModel, workload: Workload) -> str:
 
 def _unfit(message: str, hint: str) -> InstallError:
     return InstallError(message, exit_code=ExitCode.PREFLIGHT_FAIL, changed=t("Nothing was changed."), hint=hint)
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.errors import AtollError
 from engine.plan import PlannedGpu, plan_engine
 from engine.server.settings.commands import model_config, parse_serve
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 
@@ -104,12 +104,12 @@ class Knobs:
     def _check_only(self, known: Mapping[str, Any]) -> None:
         for name in self.only:
             if name not in known:
-                raise _usage(
+                raise usage_error(
                     t("'{name}' cannot be tuned here.", name=name),
                     t("On this device and for this model these can: {names}.", names=joined(known)),
                 )
         if SHARE in self.only and KV_BYTES in self.settings:
-            raise _usage(
+            raise usage_error(
                 t("{one} has no effect together with {other}.", one=SHARE, other=KV_BYTES),
                 t("Remove {other} from the settings, or leave {one} out.", one=SHARE, other=KV_BYTES),
             )
@@ -218,7 +218,3 @@ def _number(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

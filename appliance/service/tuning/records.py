@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from installer.base.errors import ExitCode, InstallError, io_error
-from installer.base.i18n import joined, t
-from installer.base.journal import Journal, Record, repair, replay
+from installer.base.errors import InstallError, io_error
+from installer.base.i18n import t
+from installer.base.journal import Journal, Record, intact, repair
 from installer.base.layout import Layout
 
 CUT_OFF = 2   # a trial that was interrupted this often counts as failed: it may be what ends the machine
@@ -31,18 +31,8 @@ def path_of(layout: Layout) -> Path:
 
 def read(layout: Layout) -> list[Record]:
     """All events; empty if nothing was tuned. Raises InstallError (30) for damage, OSError."""
-    found = replay(path_of(layout))
-    if found.damaged_lines:
-        raise InstallError(
-            t("The record of tunings {path} is damaged at line {names}.", path=path_of(layout),
-              names=joined(map(str, found.damaged_lines))),
-            exit_code=ExitCode.IO,
-            why=t("A power cut tears only the last line. So the disk is failing, or somebody edited the file."),
-            changed=t("Nothing was changed."),
-            hint=t("Keep the intact records, and the damaged file beside them: {command}",
-                   command="atoll tune --fresh"),
-        )
-    return found.records
+    return intact(path_of(layout), t("Keep the intact records, and the damaged file beside them: {command}",
+                                     command="atoll tune --fresh"))  # fmt: skip
 
 
 def mend(layout: Layout) -> None:
@@ -151,11 +141,9 @@ class Records:
 
     def add(self, event: str, **data: Any) -> Record:
         """It is on the disk when this returns. Raises InstallError (30) if that fails."""
-        before = len(self._journal.records)
         try:
             return self._journal.add(event, **data)
         except OSError as error:
-            del self._journal.records[before:]  # what is not on the disk did not happen
             raise _lost(error) from error
 
 

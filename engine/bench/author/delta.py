@@ -4,7 +4,7 @@ DIR needs only a config.json. A decode step reads and writes the state of each s
 different states, so that no state stays in a cache. A prompt is one sequence with the given number of tokens.
 
 ``--search`` times variants of the kernels instead (prompt kernels together with the kernels around them) for at most
-``--budget`` seconds, to find the best tiles, warps and stages for the constants in recurrent.gated_delta. A summary
+``--budget`` seconds, to find the best tiles, warps and stages for the constants in engine/kernels/recurrent. A summary
 names the best.
 """
 
@@ -177,7 +177,7 @@ _Case = tuple[report.Row, Callable[[], Sequence[Callable[[], object]]]]
 
 
 def _decode_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
-    from engine.kernels.recurrent import gated_delta
+    from engine.kernels.recurrent import decode
 
     device = layer.a_log.device
     for batch in _SEARCH_BATCHES:
@@ -191,7 +191,7 @@ def _decode_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
             _make_states(layer, turns * batch)
             each = torch.arange(turns * batch, device=device).split(batch)
             taken = [layer.kernel_arguments(qkv, ba, DeviceRecurrentBatch(positions, slots), out) for slots in each]
-            return [partial(gated_delta.decode, *arguments, **options) for arguments in taken]
+            return [partial(decode.decode, *arguments, **options) for arguments in taken]
 
         for options in _DECODE:
             if options["block_v"] <= layer.value_dim:
@@ -199,7 +199,7 @@ def _decode_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
 
 
 def _prompt_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
-    from engine.kernels.recurrent import gated_delta
+    from engine.kernels.recurrent import prefill
 
     device = layer.a_log.device
     for prompts in _SEARCH_PROMPTS:
@@ -207,7 +207,7 @@ def _prompt_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
         counts = torch.tensor(prompts, device=device)
         q_starts, slots = counts.cumsum(0) - counts, torch.arange(len(prompts), device=device)
         positions = torch.cat([torch.arange(count, device=device) for count in prompts])
-        chunks = gated_delta.plan_chunks(counts, gated_delta.num_chunks(prompts))
+        chunks = prefill.plan_chunks(counts, prefill.num_chunks(prompts))
         batch = DeviceRecurrentBatch(positions, slots, q_starts, counts, chunks)
         qkv, _, ba = _inputs(layer, tokens)
         out = torch.empty(tokens, layer.value_heads, layer.value_dim, dtype=qkv.dtype, device=device)
@@ -216,7 +216,7 @@ def _prompt_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
             _make_states(layer, len(batch.slots))
             arguments = layer.kernel_arguments(qkv, ba, batch, out)
             ranges = {"q_starts": batch.q_starts, "counts": batch.counts, "chunks": batch.chunks}
-            return [partial(gated_delta.prefill, *arguments, **ranges, **options)]
+            return [partial(prefill.prefill, *arguments, **ranges, **options)]
 
         facts = {"phase": "prefill", "prompts": len(prompts), "tokens": tokens}
         yield {**facts, "kernel": "as chosen"}, partial(steps, {})
@@ -243,7 +243,7 @@ def _step(
     if len(counts) == len(positions):
         batch = DeviceRecurrentBatch(positions, slots)
     else:
-        from engine.kernels.recurrent.gated_delta import num_chunks, plan_chunks
+        from engine.kernels.recurrent.prefill import num_chunks, plan_chunks
 
         chunks = plan_chunks(counts, num_chunks(counts.tolist()))
         batch = DeviceRecurrentBatch(positions, slots, q_starts, counts, chunks)

@@ -34,7 +34,7 @@ class KVManager:
         self.step_tokens = step_tokens
         self.enable_prefix_caching = enable_prefix_caching
         groups = range(len(memory.windows))
-        self.arena = Arena(memory.num_slabs, memory.per_slab, [1] * len(groups) + [0] * memory.has_state)
+        self.arena = Arena(memory.num_slabs, memory.per_slab, memory.first_ids, memory.runs)
         self.pools: list[PagePool] = self.arena.pools[: len(groups)]
         self.slots: PagePool | None = self.arena.pools[-1] if memory.has_state else None
         self._windows = memory.window_groups

@@ -22,10 +22,16 @@ class Arena:
     `moved` lists slabs that changed owner and still hold the old pool's data; whoever clears them empties the list.
     """
 
-    def __init__(self, num_slabs: int, per_slab: Sequence[int], first_ids: Sequence[int]) -> None:
+    def __init__(
+        self, num_slabs: int, per_slab: Sequence[int], first_ids: Sequence[int] = (), runs: Sequence[int] = ()
+    ) -> None:
         self.num_slabs = num_slabs
         self.free = deque(range(num_slabs))
-        self.pools = [PagePool(self, per, first) for per, first in zip(per_slab, first_ids, strict=True)]
+        ones = [1] * len(per_slab)
+        self.pools = [
+            PagePool(self, per, first, run)
+            for per, first, run in zip(per_slab, first_ids or ones, runs or ones, strict=True)
+        ]
         self.moved: list[int] = []
         self.num_released = 0              # pages and slots released by their last owner, so far
         self.named_watched = False         # a page was given a watched name
@@ -114,11 +120,19 @@ class Arena:
 
 
 class PagePool:
-    """Hands out the pages of its slabs, `first_id + slab * per_slab + i`. All operations are O(1) per page."""
+    """Hands out the pages of its slabs. All operations are O(1) per page.
 
-    def __init__(self, arena: Arena, per_slab: int, first_id: int) -> None:
+    The pages of a slab are `runs` runs of consecutive numbers. Each run of slab 0 follows `first_id` numbers that are
+    never handed out:
+
+        number    0 .. first_id - 1 | run 0 of slab 0 | run 0 of slab 1 | ... | first_id numbers | run 1 of slab 0 | ...
+    """
+
+    def __init__(self, arena: Arena, per_slab: int, first_id: int, runs: int = 1) -> None:
         self.per_slab = per_slab
-        self.num_pages = first_id + arena.num_slabs * per_slab
+        self._run = per_slab // runs
+        self._between_runs = first_id + arena.num_slabs * self._run
+        self.num_pages = runs * self._between_runs
         self.refs = [0] * self.num_pages
         self.used: dict[int, int] = {}                          # pages in use of each slab that is ours
         self.idle: OrderedDict[int, int] = OrderedDict()        # our slabs without a page in use; since when
@@ -134,7 +148,7 @@ class PagePool:
     @property
     def capacity(self) -> int:
         """How many pages there would be if this pool owned all slabs."""
-        return self.num_pages - self._first_id
+        return self._arena.num_slabs * self.per_slab
 
     @property
     def num_free(self) -> int:
@@ -242,7 +256,7 @@ class PagePool:
         return self.refs[page] == 0
 
     def slab_of(self, page: int) -> int:
-        return (page - self._first_id) // self.per_slab
+        return (page % self._between_runs - self._first_id) // self._run
 
     def give_up_idle(self) -> int:
         """Give up the slab that has been idle the longest, with what it caches."""
@@ -260,9 +274,10 @@ class PagePool:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _pages_of(self, slab: int) -> range:
-        start = self._first_id + slab * self.per_slab
-        return range(start, start + self.per_slab)
+    def _pages_of(self, slab: int) -> list[int]:
+        first = self._first_id + slab * self._run
+        return [page for start in range(first, self.num_pages, self._between_runs)
+                for page in range(start, start + self._run)]  # fmt: skip
 
     def _find_slabs(self, count: int) -> None:
         """Acquire slabs until `count` pages are free. Never evicts a page that is younger than another pool's cached

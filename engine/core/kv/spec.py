@@ -4,19 +4,20 @@
                        window) form a *group*: one page id holds P tokens of all of them, one block table serves them
     recurrent layers   a state a sequence: one *slot* holds that of all of them
 
-Pages of each group and slots are cut from one arena of equal *slabs*. A slab holds n pages of one group, or n
-slots, and can change hands when all of it is free:
+Pages of each group and slots are cut from equal *slabs*. A slab holds n pages of one group, or n slots, and can change
+hands when all of it is free (strips.py says where it lies):
 
-    | null | slab 0: pages of group 0 | slab 1: slots | slab 2: pages of group 1 | ... | spare slot |
+    slab 0: pages of group 0 | slab 1: slots | slab 2: pages of group 1 | ...
+
+If all layers are one group and there are no states, there is nothing to change hands: a page is a slab.
 """
 
 import math
 from dataclasses import dataclass, field
 
-_ALIGN = 256       # bytes: where a page or a slot may begin
-_MOST_UNITS = 8    # a slab holds at most so many of the largest kind
+from engine.core.kv.strips import Strips, aligned, cut
+
 _ROW_ALIGN = 16    # int32 elements
-_WASTE = 0.03      # most of a slab that may be unused at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class StateLayer:
     def sizes(self) -> list[int]:
         """Bytes of each tensor, rounded up to where the next may begin."""
         bits = {"float32": 4, "bfloat16": 2, "float16": 2}
-        return [_aligned(math.prod(s) * bits[d]) for s, d in zip(self.shapes, self.dtypes, strict=True)]
+        return [aligned(math.prod(s) * bits[d]) for s, d in zip(self.shapes, self.dtypes, strict=True)]
 
 
 CacheLayer = AttentionLayer | StateLayer
@@ -70,8 +71,7 @@ class CacheSpec:
     scale_bytes: int = 0
     groups: tuple[PageGroup, ...] = field(init=False)
     slot_bytes: int = field(init=False)              # a sequence's states; 0: there are none
-    slab_bytes: int = field(init=False)
-    per_slab: tuple[int, ...] = field(init=False)  # pages of each group, then slots if there are states
+    strips: Strips | None = field(init=False)        # None: one group, and no states
 
     def __post_init__(self) -> None:
         for i, layer in enumerate(self.layers):
@@ -87,10 +87,11 @@ class CacheSpec:
             raise ValueError("a model needs an attention layer")
         groups = tuple(self._group(window) for window in sorted(windows, key=lambda w: (w is not None, w)))
         slot_bytes = sum(sum(layer.sizes) for layer in self.layers if isinstance(layer, StateLayer))
-        units = [group.page_bytes for group in groups] + ([slot_bytes] if slot_bytes else [])
-        slab_bytes, per_slab = (units[0], (1,)) if len(units) == 1 else _slab(units)
-        for name, value in (("groups", groups), ("slot_bytes", slot_bytes), ("slab_bytes", slab_bytes),
-                            ("per_slab", per_slab)):  # fmt: skip
+        strips = None
+        if len(groups) > 1 or slot_bytes or self.scale_bytes:
+            pages = [(max(self._page_bytes(i) for i in group.layers), len(group.layers)) for group in groups]
+            strips = cut(pages, [sum(layer.sizes) for layer in self.layers if isinstance(layer, StateLayer)])
+        for name, value in (("groups", groups), ("slot_bytes", slot_bytes), ("strips", strips)):
             object.__setattr__(self, name, value)
 
     @property
@@ -107,13 +108,13 @@ class CacheSpec:
         return sum(group.page_bytes for group in self.groups)
 
     @property
-    def page_strides(self) -> tuple[int, ...]:
-        """Bytes from one page to the next of the same group."""
-        return tuple(self.slab_bytes // n for n in self.per_slab[: len(self.groups)])
+    def slab_bytes(self) -> int:
+        return self.strips.slab_bytes if self.strips else self.page_bytes
 
     @property
-    def slot_stride(self) -> int:
-        return self.slab_bytes // self.per_slab[-1] if self.slot_bytes else 0
+    def per_slab(self) -> tuple[int, ...]:
+        """Pages of each group, then slots if there are states."""
+        return self.strips.per_slab if self.strips else (1,)
 
     @property
     def state_dtypes(self) -> str:
@@ -122,15 +123,19 @@ class CacheSpec:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes outside the slabs: the null page, which all groups share, and a state slot for padding."""
-        return max(self.page_strides) + self.slot_stride
+        """Bytes outside the slabs: what padding is written to."""
+        return self.strips.count * self.strips.front if self.strips else self.page_bytes
 
     def memory(self, num_slabs: int) -> "CacheMemory":
         """The scheduler's view of `num_slabs` slabs."""
         windows = tuple(group.window for group in self.groups)
-        if len(self.per_slab) == 1:  # nothing to move between kinds: one large slab
+        if self.per_slab == (1,):  # nothing to move between kinds: one large slab
             return CacheMemory(self.page_size, windows, False, (num_slabs,), 1)
-        return CacheMemory(self.page_size, windows, bool(self.slot_bytes), self.per_slab, num_slabs)
+        assert self.strips is not None
+        return CacheMemory(
+            self.page_size, windows, bool(self.slot_bytes), self.per_slab, num_slabs,
+            runs=self.strips.runs, first_ids=self.strips.first_ids,
+        )  # fmt: skip
 
     def slabs_for(self, length: int, step_tokens: int, seqs: int = 1) -> int:
         """Slabs that hold `seqs` sequences of `length` tokens, if a step adds at most `step_tokens` to one."""
@@ -138,11 +143,15 @@ class CacheSpec:
         memory = CacheMemory(self.page_size, windows, bool(self.slot_bytes), self.per_slab, 0)
         return memory.slabs_for(length, step_tokens, seqs)
 
+    def _page_bytes(self, i: int) -> int:
+        """Bytes of a page of layer `i` alone."""
+        layer = self.storing[i]
+        token = 2 * layer.num_kv_heads * (layer.head_dim * self.dtype_bytes + self.scale_bytes)
+        return token * self.page_size
+
     def _group(self, window: int | None) -> PageGroup:
-        members = {i: layer for i, layer in self.storing.items() if layer.window == window}
-        token = sum(2 * layer.num_kv_heads * (layer.head_dim * self.dtype_bytes + self.scale_bytes)
-                    for layer in members.values())  # fmt: skip
-        return PageGroup(window, tuple(members), token * self.page_size)
+        members = tuple(i for i, layer in self.storing.items() if layer.window == window)
+        return PageGroup(window, members, sum(map(self._page_bytes, members)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +164,8 @@ class CacheMemory:
     per_slab: tuple[int, ...]
     num_slabs: int
     state_grid: int = 64              # checkpoints of states lie at multiples: recurrent kernels work in such chunks
+    runs: tuple[int, ...] = ()        # of each kind: runs of numbers in which a slab's units are; empty: one of each
+    first_ids: tuple[int, ...] = ()   # of each kind: the first unit of the first slab; empty: 1, behind padding
 
     @classmethod
     def of_pages(cls, num_pages: int, page_size: int) -> "CacheMemory":
@@ -206,24 +217,3 @@ def table_widths(max_model_len: int, page_size: int) -> tuple[int, int]:
 
 def _row_width(count: int) -> int:
     return -(-count // _ROW_ALIGN) * _ROW_ALIGN
-
-
-def _slab(units: list[int]) -> tuple[int, tuple[int, ...]]:
-    """(bytes of a slab, how many units of each size it holds). Chosen so that little of a slab is wasted."""
-    best: tuple[float, int, tuple[int, ...]] | None = None
-    for count in range(1, _MOST_UNITS + 1):
-        size = count * _aligned(max(units))
-        per = tuple(size // _aligned(unit) for unit in units)
-        step = math.lcm(*per) * _ALIGN
-        size = -(-size // step) * step
-        waste = max(1 - n * unit / size for n, unit in zip(per, units, strict=True))
-        if best is None or waste < best[0]:
-            best = waste, size, per
-        if waste <= _WASTE:
-            break
-    assert best is not None
-    return best[1:]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN

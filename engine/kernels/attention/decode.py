@@ -5,8 +5,8 @@
 The G = Hq / Hkv query heads that share a key head are the rows of one tile, so K and V are read once for all of them.
 Grid (Hkv, B, SPLITS): a program attends to one slice of the sequence; the last of a sequence's programs to finish
 merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Programs with an empty slice return at once,
-so one captured grid serves any length. Heads come first in the grid: their keys lie side by side in memory, and what
-runs together then reads whole tokens.
+so one captured grid serves any length. Heads come first in the grid: their keys lie side by side in a page, and what
+runs together then reads whole pages.
 
 Where sequences share a prefix, attention.shared_prefix has attended to it before. The first slice of a sequence then
 begins with those partial results, and all slices lie behind the prefix.

@@ -72,8 +72,11 @@ def mixed(
     v_scale: KvScale = 1.0,
     window: int | None = None,
     softcap: float | None = None,
+    splits: int = 1,
+    shortest: int = 0,
 ) -> torch.Tensor:
-    """attention.chunks.mixed. Like the kernel, it computes only the sequences that `tiles` lists, tile by tile."""
+    """attention.chunks.mixed. Like the kernel, it computes only the sequences that `tiles` lists, tile by tile.
+    `splits` and `shortest` have no effect here."""
     for seq, first in tiles.tolist():
         count = min(int(counts[seq]) - first, block_q)
         if count <= 0:

@@ -1,6 +1,6 @@
 """Solves the triangular system of Gated DeltaNet's chunked form: what each token of a chunk writes and reads.
 
-engine/kernels/recurrent/reference.py has the formulas; recurrent/gated_delta.py says when this runs.
+reference.py has the formulas; prefill.py says when this runs.
 """
 
 import triton

@@ -68,7 +68,7 @@ class DeviceRecurrentBatch:
     slots: torch.Tensor                      # [B]
     q_starts: torch.Tensor | None = None     # [B]
     counts: torch.Tensor | None = None       # [B]
-    chunks: torch.Tensor | None = None       # [n, 2], gated_delta.plan_chunks; None: no sequence has several tokens
+    chunks: torch.Tensor | None = None       # [n, 2], prefill.plan_chunks; None: no sequence has several tokens
 
 
 def decay_and_beta(

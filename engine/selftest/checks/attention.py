@@ -96,6 +96,7 @@ def _checks() -> Iterator[Check]:
         ("shared prefix d128 fp8", decode_shared, True, {"dim": 128, "group": 5, "splits": 8, "cache": FP8}),
         ("shared prefix d128 int8", decode_shared, False, {"dim": 128, "group": 5, "cache": torch.int8}),
         ("mixed d128", mixed, False, {"dim": 128, "group": 4}),
+        ("mixed d128, slices", mixed, False, {"dim": 128, "group": 4, "splits": 8, "shortest": 64}),
         ("mixed d64 window softcap", mixed, False, {"dim": 64, "group": 7, "window": 100, "softcap": 5.0}),
         ("mixed d80", mixed, False, {"dim": 80, "group": 1}),
         ("mixed d96", mixed, False, {"dim": 96, "group": 3}),

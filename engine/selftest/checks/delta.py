@@ -93,22 +93,23 @@ def rule(side: Side, steps: list[tuple[int, int]], state_dtype: torch.dtype, *, 
 
 
 def _kernels(side: Side, inputs: Inputs, early: bool) -> torch.Tensor:
-    from engine.kernels.recurrent import gated_delta
+    from engine.kernels.recurrent import decode, prefill
+    from engine.kernels.recurrent.shape import DeltaShape
 
-    shape = gated_delta.DeltaShape(_KEY_HEADS, _VALUE_HEADS, _DIM, _DIM)
+    shape = DeltaShape(_KEY_HEADS, _VALUE_HEADS, _DIM, _DIM)
     out = torch.full((len(inputs.positions), _VALUE_HEADS, _DIM), torch.nan, dtype=side.dtype, device=side.device)
     arguments = (
         inputs.qkv, inputs.ba, inputs.weight, inputs.a_log, inputs.dt_bias, inputs.positions, inputs.slots,
         inputs.state, inputs.ring, shape, out,
     )  # fmt: skip
-    total = gated_delta.num_chunks(inputs.counts)
+    total = prefill.num_chunks(inputs.counts)
     if not total:
-        gated_delta.decode(*arguments, early=early)
+        decode.decode(*arguments, early=early)
         return out
     q_starts, counts = side.ints(inputs.q_starts), side.ints(inputs.counts)
-    chunks = gated_delta.plan_chunks(counts, total)
-    gated_delta.prefill(*arguments, q_starts=q_starts, counts=counts, chunks=chunks)
-    gated_delta.decode(*arguments, q_starts=q_starts, counts=counts)
+    chunks = prefill.plan_chunks(counts, total)
+    prefill.prefill(*arguments, q_starts=q_starts, counts=counts, chunks=chunks)
+    decode.decode(*arguments, q_starts=q_starts, counts=counts)
     return out
 
 

@@ -4,10 +4,10 @@
                                                     │                                    │ (the step's one copy)
     device    logits ─► race ─► merge ─► out, token table            ◄───────────────────┘
                          └► filter            rows with min-p, top-k, top-p
-                         └► copy, edit, again rows with bias, bans, penalties or a grammar; their results count
-                         └► log-probabilities of the logits as they came
+                         └► copy, edit, again: rows with bias, bans, penalties or a grammar, whose result this replaces
+                         └► log-probabilities of the unedited logits
 
-Rows are independent of each other bit for bit, so a row in a step with special ones gives what it gives alone.
+A row's result is the same bits in any step, whatever the other rows need.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ ROW, POSITION, TEMPERATURE, SEED_LO, SEED_HI, TOP_K, TOP_P, LOG_MIN_P = range(8)
 NUM_COLUMNS = 8
 
 _FILTERED, _EDITED, _PENALISED, _HELD, _LOGPROBS = (1 << n for n in range(5))
-_CHUNK_BYTES = 64 << 20  # rows with edits at a time: bounds the float32 copy, and again the counts of penalties
+_CHUNK_BYTES = 64 << 20  # of edited rows at a time: bounds the float32 copy, and as much again for counts of tokens
 _ENTRY_BYTES = 16 << 20  # of what is added to logits, on the device at a time; one group of _ALIGN rows may need more
 _ALIGN = 16              # entries of an upload start at multiples of this, as the kernels were compiled for
 
@@ -82,7 +82,7 @@ class HostLogprobs:
         self.host.copy_(self.packed, non_blocking=True)
 
     def unpack(self) -> list[TokenLogprobs]:
-        """One entry a row, in the order of `rows`; of a bad row with token -1, NaN and rank 0."""
+        """One entry a row, in the order of `rows`. That of a bad row has token -1, NaN and rank 0."""
         assert self.host is not None, "begin_copy comes first"
         k = (self.host.shape[1] - 3) // 2
         words = self.host.numpy()
@@ -167,8 +167,8 @@ class DeviceSampler:
 
         `columns` int32 [NUM_COLUMNS, S], S ≥ B, is what `fill` wrote. `out` int32 [B] gets the tokens, -1 for a row
         without a usable distribution (NaN, +inf, or nothing but -inf); other tokens also go to their places in
-        `token_ids` int32 [num_rows, max_len]. `out` may be the host's, pinned, where no log-probabilities are asked
-        for, which read it. Returns the log-probabilities if some were asked for."""
+        `token_ids` int32 [num_rows, max_len]. `out` may be pinned host memory unless the plan has log-probabilities,
+        whose kernel reads it. Returns the log-probabilities if some were asked for."""
         assert len(logits) <= self.max_batch, f"{len(logits)} rows, at most {self.max_batch} are possible"
         assert logits.shape[1] == self.vocab_size
         assert logits.stride(1) == 1, "rows must be contiguous"
@@ -285,10 +285,10 @@ class DeviceSampler:
     def _sample_edited(
         self, logits: Tensor, columns: Tensor, token_ids: Tensor, out: Tensor, edits: Edits, filtered: bool
     ) -> None:
-        """Sample the rows with edits once more, from an edited copy; the new results replace those of the first time.
+        """Sample the rows with edits once more, from an edited copy; the new results replace the first ones.
 
-        A row that is bad only because of its edits leaves the first result in the token table, where no one reads it:
-        its request fails."""
+        If only a row's edits make it bad, its first result stays in the token table. Nobody reads it there, because the
+        request fails."""
         count = len(edits.batch)
         index, mask_of, penalties, masks = self._upload(
             [edits.batch.astype(np.int32), edits.mask_of, edits.penalties, edits.masks])
@@ -329,8 +329,8 @@ class DeviceSampler:
 
 
 def _chunks(edits: Edits, most: int) -> Iterator[tuple[int, int, Words]]:
-    """(first row, the one after the last, their entries) of at most `most` of the E rows at a time, and of fewer where
-    they have many entries: a request may name every token of the vocabulary, more than once."""
+    """The E rows in chunks: (first row, the one after the last, their entries). A chunk has at most `most` rows, and
+    fewer if they have many entries: a request may name every token of the vocabulary, more than once."""
     count, owners = len(edits.batch), edits.entries[0]
     ends = np.searchsorted(owners, np.arange(count + 1))  # of row i the entries from ends[i] to ends[i + 1]
     start = 0

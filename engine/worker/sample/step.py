@@ -11,7 +11,7 @@ from engine.core.grammar import TokenMasks
 from engine.core.request import TokenLogprobs
 from engine.models.base import CausalLM
 from engine.worker.pooling import unpack
-from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
+from engine.worker.results import prompt_parts, step_result
 from engine.worker.sample.device import DeviceSampler, HostLogprobs
 
 _RING = 4  # more than the steps in flight
@@ -97,17 +97,10 @@ class StepSampler:
     def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[HostLogprobs]]:
         """For each sequence that asked: logprobs of the prompt tokens that follow each token of its chunk."""
         found: dict[int, list[HostLogprobs]] = {}
-        q_start = 0
-        for i, seq in enumerate(plan.seqs):
-            if seq.prompt_logprobs is not None:
-                count = min(seq.num_tokens, self.prompt_len[seq.row] - 1 - seq.start)
-                targets = self.token_ids[seq.row, seq.start + 1 : seq.start + 1 + count]
-                found[i] = []
-                for at in range(0, count, PROMPT_LOGITS_ROWS):
-                    end = min(at + PROMPT_LOGITS_ROWS, count)
-                    logits = self.model.logits(hidden[q_start + at : q_start + end])
-                    part = self.sampler.prompt_logprobs(logits, targets[at:end], seq.prompt_logprobs)
-                    part.begin_copy()
-                    found[i].append(part)
-            q_start += seq.num_tokens
+        for i, parts in prompt_parts(plan, self.prompt_len).items():
+            found[i] = []
+            for part in parts:
+                logits, targets = self.model.logits(hidden[part.hidden]), self.token_ids[part.row, part.targets]
+                found[i].append(self.sampler.prompt_logprobs(logits, targets, part.num_top))
+                found[i][-1].begin_copy()
         return found

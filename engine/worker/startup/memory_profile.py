@@ -10,7 +10,7 @@
 The kernels that are compiled and loaded here are needed later anyway, so measuring adds little start-up time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -183,8 +183,9 @@ def _measure_graphs(
     """
     in_use, reserved = _in_use(device), torch.cuda.memory_reserved(device)
     shapes = runner.mixed_shapes()
-    mixed = MixedGraphs(runner.mixed_of, runner.fill_mixed, shapes[-1:])
-    mixed_records = _records(mixed, shapes[-1:], device, in_use, reserved)
+    probed = shapes[-2:]  # the last has most tokens; attention of fewer tokens may be sliced, which takes scratch
+    mixed = MixedGraphs(runner.mixed_of, runner.fill_mixed, probed)
+    mixed_records = _records(mixed, probed, device, in_use, reserved, fill=runner.fill_mixed)
     runner.staging.device_words.zero_()
     decode = DecodeGraphs(lambda turn: runner._decode(probes[turn]), graph_sizes(max(probes)), mixed.pool)
     decode_records = _records(decode, probes, device, in_use + mixed_records, reserved)
@@ -193,15 +194,25 @@ def _measure_graphs(
         graph = DecodeGraphs(runner._decode_shared, shared[-1:], decode.pool)
         of_shared = _GRANULE + _records(graph, graph.sizes, device, in_use + mixed_records + decode_records, reserved)
     pool = torch.cuda.memory_reserved(device) - reserved
-    rows = sum(sizes) - sum(set(probes.values())) + sum(shared[:-1]) + sum(s.singles + s.tokens for s in shapes[:-1])
+    rows = sum(sizes) - sum(set(probes.values())) + sum(shared[:-1]) + sum(s.singles + s.tokens for s in shapes[:-2])
     hidden = rows * runner.model.config.hidden_size * runner.dtype.itemsize
-    of_mixed, of_decode = mixed_records + _GRANULE, -(-(decode_records + _GRANULE) // len(probes))
+    of_mixed = -(-mixed_records // len(probed)) + _GRANULE
+    of_decode = -(-(decode_records + _GRANULE) // len(probes))
     return pool + hidden + of_mixed * len(shapes) + of_decode * len(sizes) + of_shared * len(shared)
 
 
-def _records(graphs: Graphs[Key], keys: Iterable[Key], device: torch.device, in_use: int, reserved: int) -> int:
-    """Bytes that the driver allocated for their records, beyond what was in use and the growth of the pool."""
+def _records(
+    graphs: Graphs[Key],
+    keys: Iterable[Key],
+    device: torch.device,
+    in_use: int,
+    reserved: int,
+    fill: Callable[[Key], None] = lambda _: None,
+) -> int:
+    """Bytes that the driver allocated for their records, beyond what was in use and the growth of the pool. `fill(key)`
+    prepares a graph's inputs: those of another shape would lead its kernels out of their memory."""
     for key in keys:
+        fill(key)
         graphs.replay(key)  # a record is loaded when it first runs
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

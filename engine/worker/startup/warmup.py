@@ -1,8 +1,8 @@
 """Compiles every kernel that steps will need, before the first request, which would otherwise wait for seconds.
 
 A step's kernels depend on the number of rows of its GEMMs, on whether it has few sequences, on the number of slices of
-decode attention and on the block size of the experts, but not on its tokens. So one step of each kind is run with its
-kernels recorded instead of launched, and all recorded kernels are compiled in parallel.
+decode attention and on the block size of the experts, but not on its tokens. So one step of each kind runs with its
+kernels recorded and not launched. Then all recorded kernels are compiled in parallel.
 """
 
 import logging
@@ -93,7 +93,7 @@ def choose_matmuls(model: CausalLM, dtype: torch.dtype, max_batch: int, max_toke
         else:
             measured += autotune.choose(weights, sorted({*sizes, max_tokens}), kind)
     if measured:
-        log.info("measured %d products in %.1f s, to choose their algorithms", measured, time.monotonic() - began)
+        log.info("measured the algorithms of %d GEMMs in %.1f s", measured, time.monotonic() - began)
 
 
 def _meets_fp8_rows(model: CausalLM) -> bool:

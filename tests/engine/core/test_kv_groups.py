@@ -28,6 +28,7 @@ KINDS = {  # windows, has_state, units of each kind in a slab
     "full+state, many slots": ((None,), True, (2, 3)),
     "full+window+state": ((None, 33), True, (3, 2, 1)),
 }
+RUNS = {"full+window": (5, 1), "full+window, small": (1, 3)}  # of numbers, where a slab has more than one of a kind
 
 
 def make_core(
@@ -37,7 +38,7 @@ def make_core(
     if len(per_slab) == 1:
         memory = CacheMemory(PAGE_SIZE, windows, has_state, (slabs,), 1)
     else:
-        memory = CacheMemory(PAGE_SIZE, windows, has_state, per_slab, slabs, state_grid=16)
+        memory = CacheMemory(PAGE_SIZE, windows, has_state, per_slab, slabs, 16, RUNS.get(kinds, ()))
     machine = PagedMachine(memory, max_num_seqs + 1, max_model_len)
     return EngineCore(
         EngineConfig(Path("none"), **config), machine, memory=memory, max_model_len=max_model_len,

@@ -26,7 +26,7 @@ def test_the_table_explains_pages_and_states():
     made = plan(RECURRENT)
     text = made.table()
     assert f"{made.num_slabs:,} slabs of 0.14 GiB" in text
-    assert "1.0 MiB   x 147: 16 tokens in 16 layers of full attention" in text
+    assert "1.0 MiB   x 148: 16 tokens in 16 layers of full attention" in text
     assert "x 1: a sequence's state in the recurrent layers" in text
     assert f"{made.num_slabs // (1 + -(-262144 // (16 * 147)))} requests of that length fit" in text
 

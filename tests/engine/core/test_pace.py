@@ -52,6 +52,42 @@ def test_steps_take_the_target_and_no_longer(device, decoding):
         assert min(settled) >= 0.04, "prompts get what the target leaves them"
 
 
+@pytest.mark.parametrize("answers", [32, 128])
+def test_a_context_that_is_read_in_waves(answers):
+    """528 tokens read it at a time. The first prompt of 32,768 tokens shows what that costs; the next keeps to it."""
+    pace = PromptPace(0.06)
+
+    def read_prompt() -> list[tuple[int, float]]:
+        taken, start = [], 0
+        while start < 32_768:
+            tokens = min(pace.tokens(answers, 8192 - answers, start), 32_768 - start)
+            seconds = gpu(answers, tokens) + 0.75e-6 * (start + tokens / 2) * -(-tokens // 528)
+            seqs = [ScheduledSeq(f"{i}", i, i + 1, 600, 1, True) for i in range(answers)]
+            pace.observe(StepPlan(0, [*seqs, ScheduledSeq("p", 10_000, 2000, start, tokens, False)]), seconds)
+            taken.append((tokens, seconds))
+            start += tokens
+        return taken
+
+    step(pace, gpu, 0, 8192)
+    for _ in range(10):
+        step(pace, gpu, answers, 0)
+    read_prompt()
+    taken = read_prompt()
+    assert max(seconds for _, seconds in taken) <= 0.061
+    assert sum(seconds > 0.05 for _, seconds in taken) >= len(taken) / 3
+    assert all(tokens >= 384 for tokens, _ in taken[:-1]), "one wave always fits"
+
+
+def test_a_pause_of_the_host_is_not_what_answers_cost():
+    pace = PromptPace(0.06)
+    step(pace, gpu, 0, 8192)
+    for _ in range(10):
+        step(pace, gpu, 32, 0)
+    before = pace.tokens(32, 8000)
+    step(pace, lambda *_: 0.5, 32, 0)
+    assert pace.tokens(32, 8000) >= before - 128
+
+
 def test_noise_does_not_starve_prompts():
     rng = random.Random(1)
 

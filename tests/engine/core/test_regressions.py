@@ -39,6 +39,7 @@ KINDS = {  # of model: windows, has_state, units of each kind in a slab
     "Qwen3.5, small slots": ((None,), True, (2, 3)),
     "all": ((None, 40), True, (3, 2, 1)),
 }
+RUNS = {"Gemma 4": (2, 1)}  # of numbers, where a slab has more than one of a kind
 
 
 class Engine:
@@ -51,7 +52,7 @@ class Engine:
         if len(per_slab) == 1:
             memory = CacheMemory(PAGE_SIZE, self.windows, self.has_state, (slabs,), 1, grid)
         else:
-            memory = CacheMemory(PAGE_SIZE, self.windows, self.has_state, per_slab, slabs, grid)
+            memory = CacheMemory(PAGE_SIZE, self.windows, self.has_state, per_slab, slabs, grid, RUNS.get(kind, ()))
         self.machine = WatchfulMachine(memory, seqs + 1, MAX_LEN)
         self.core = EngineCore(
             EngineConfig(Path("none"), **config), self.machine, memory=memory, max_model_len=MAX_LEN,

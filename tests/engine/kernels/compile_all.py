@@ -37,7 +37,9 @@ from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.moe import few_tokens as moe_few_tokens
 from engine.kernels.pointwise import fused, host_rows, norm, quantize
-from engine.kernels.recurrent import gated_delta
+from engine.kernels.recurrent import decode as delta_decode
+from engine.kernels.recurrent import prefill as delta_prefill
+from engine.kernels.recurrent.shape import DeltaShape
 from engine.kernels.runtime import compile_ahead, launcher
 from engine.kernels.runtime.gpu_target import Target
 
@@ -74,9 +76,12 @@ def attend(dim, group, cache, *, batch=4, **options):
         return
     block_q = attention_chunks.query_rows(dim, q.device) // group
     own, tiles = q[:, :1], numbers(4, 2)
-    attention_chunks.mixed(
-        q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
-    )
+    for splits in (1,) if "window" in options else (1, attention_chunks.SLICES):
+        options["splits"] = splits
+        attention_chunks.mixed(
+            q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
+        )
+    del options["splits"]
     if cache == torch.int8 or (cache == FP8 and not launcher.target_of(q.device).fp8_units):
         return  # --batch-invariant is refused
     block_q = attention_batch_invariant.tile_tokens(group)
@@ -210,16 +215,16 @@ def experts_in_int4(num_experts, top_k, hidden, inner, group, tokens, *, with_ze
 
 
 def delta():
-    shape = gated_delta.DeltaShape(16, 48, 128, 128)
+    shape = DeltaShape(16, 48, 128, 128)
     qkv, ba, conv = blank(70, 16384)[:, :10240], blank(70, 96), blank(10240, 4)
     heads, i = torch.zeros(48), numbers(70).long()
     states = torch.zeros(3, 48, 128, 128), blank(3, 4, 10240)
     arguments = qkv, ba, conv, heads, heads, i, i[:2], *states, shape, blank(70, 48, 128)
-    gated_delta.decode(*arguments)
-    gated_delta.decode(*arguments, early=True)
+    delta_decode.decode(*arguments)
+    delta_decode.decode(*arguments, early=True)
     mixed = {"q_starts": i[:2], "counts": i[:2]}
-    gated_delta.decode(*arguments, **mixed, block_v=64)
-    gated_delta.prefill(*arguments, **mixed, chunks=gated_delta.plan_chunks(i[:2], 2))
+    delta_decode.decode(*arguments, **mixed, block_v=64)
+    delta_prefill.prefill(*arguments, **mixed, chunks=delta_prefill.plan_chunks(i[:2], 2))
     norm.gated_rms_norm(blank(3, 48, 128), blank(3, 16384)[:, 10240:], blank(128), 1e-6)
 
 

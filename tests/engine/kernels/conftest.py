@@ -1,4 +1,4 @@
-"""Triton's interpreter runs the kernels of this folder on CPU tensors: slow, exact, and without a GPU.
+"""Triton's interpreter runs the kernels of this folder and its rooms on CPU tensors: slow, exact, and without a GPU.
 
 Triton reads the variable when it is imported, so this comes before any test module. The interpreter wants float32 or
 float16 here: its products of bfloat16 are wrong.
@@ -11,7 +11,7 @@ import pytest
 import torch
 from forks import Forks
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_triton_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["*test_triton_*.py"]
 os.environ["TRITON_INTERPRET"] = "1"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PATHS = (HERE.parents[2], HERE.parents[1] / "gpu", HERE)
+PATHS = (HERE.parents[2], HERE.parents[1] / "gpu", HERE, HERE / "steps")
 
 
 class Forks:

@@ -5,6 +5,8 @@ two thirds of its time. Values are computed as before, and what does not fit tog
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 SetAttr = Callable[[Any, str, Any], None]
 
 
@@ -19,7 +21,7 @@ def remember_types(setattr: SetAttr) -> None:
     setattr(core.dtype, "is_int", _among(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES))
     setattr(core.dtype, "is_floating", _among(core.dtype.FP_TYPES))
     setattr(interpreter, "_patch_attr", _patch_attr(interpreter))
-    _remember_shapes(core, semantic.TritonSemantic, setattr)
+    _remember_shapes(core, interpreter, semantic.TritonSemantic, setattr)
 
 
 def _unwrapper(core: Any) -> Callable:
@@ -65,41 +67,53 @@ class Shape:
         self.sizes, self.of_type = sizes, of_type
         self.of_tensor = core.tuple([core.constexpr(size) for size in sizes])
         self.numel = core.constexpr(numel)
-        self.types: dict[tuple, dict[str, Any]] = {}  # attributes of the types of such blocks, by what is in them
+        self.types: dict[tuple, Any] = {}  # of such blocks, by what is in them
         self.beside: dict[Shape, Shape] = {}  # another shape -> that of an operation on both
 
 
-def _remember_shapes(core: Any, semantic: Any, setattr: SetAttr) -> None:
+def _remember_shapes(core: Any, interpreter: Any, semantic: Any, setattr: SetAttr) -> None:
     block_type, tensor, unwrap = core.block_type, core.tensor, core._unwrap_if_constexpr
-    new_type, new_broadcast = block_type.__init__, semantic.broadcast_impl_value
+    new_type, new_broadcast, new_cast = block_type.__init__, semantic.broadcast_impl_value, semantic.cast
     scalar = Shape(core, (), None, 1)
     shapes: dict[tuple[int, ...], Shape] = {}
 
+    def key_of(element):
+        return element.name, element.address_space if element.is_ptr() else None
+
     def fill(self, element, shape):
-        of_shape = shape if isinstance(shape, Shape) else None
-        if of_shape is None:
-            sizes = tuple([unwrap(size) for size in unwrap(shape)])
-            of_shape = shapes.get(sizes)
-            if of_shape is None:
-                new_type(self, element, shape)
-                of_shape = shapes[sizes] = Shape(core, sizes, self.shape, self.numel)
-        key = element.name, element.address_space if element.is_ptr() else None
-        if key not in of_shape.types:
-            new_type(self, element, list(of_shape.sizes))
-            self.shape, self.remembered = of_shape.of_type, of_shape
-            of_shape.types[key] = self.__dict__
-        self.__dict__ = of_shape.types[key]
+        sizes = tuple([unwrap(size) for size in unwrap(shape)])
+        known, key = shapes.get(sizes), key_of(element)
+        if known is None or key not in known.types:
+            new_type(self, element, shape)
+            if known is None:
+                known = shapes[sizes] = Shape(core, sizes, self.shape, self.numel)
+            self.shape, self.remembered = known.of_type, known
+            known.types[key] = self
+        self.__dict__ = known.types[key].__dict__
+
+    def of_shape(shape, element):
+        found = shape.types.get(key_of(element))
+        return block_type(element, list(shape.sizes)) if found is None else found
 
     def fill_tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
         shape = type.remembered if type.is_block() else scalar
         self.shape, self.numel = shape.of_tensor, shape.numel
 
+    def splat(value, shape):
+        data = np.full(shape.sizes, value.handle.data, interpreter._get_np_dtype(value.dtype))
+        return tensor(interpreter.TensorHandle(data, value.dtype), of_shape(shape, value.dtype))
+
+    def cast(self, value, wanted, *rounding, **options):
+        return value if value.dtype is wanted.scalar else new_cast(self, value, wanted, *rounding, **options)
+
     def broadcast(self, lhs, rhs):
         if lhs.shape is rhs.shape:  # two scalars, or blocks of one shape
             return lhs, rhs
-        if not (lhs.type.is_block() and rhs.type.is_block()):
-            return new_broadcast(self, lhs, rhs)
+        if not rhs.type.is_block():
+            return lhs, splat(rhs, lhs.type.remembered)
+        if not lhs.type.is_block():
+            return splat(lhs, rhs.type.remembered), rhs
         first, second = lhs.type.remembered, rhs.type.remembered
         shape = first.beside.get(second)
         if shape is None:
@@ -109,11 +123,12 @@ def _remember_shapes(core: Any, semantic: Any, setattr: SetAttr) -> None:
             return found
         return tuple([
             each if each.type.remembered is shape else
-            tensor(self.builder.create_broadcast(each.handle, shape.sizes), block_type(each.dtype, shape))
+            tensor(self.builder.create_broadcast(each.handle, shape.sizes), of_shape(shape, each.dtype))
             for each in (lhs, rhs)
         ])  # fmt: skip
 
     setattr(block_type, "__init__", fill)
-    setattr(block_type, "with_element_ty", lambda self, element: block_type(element, self.remembered))
+    setattr(block_type, "with_element_ty", lambda self, element: of_shape(self.remembered, element))
     setattr(tensor, "__init__", fill_tensor)
     setattr(semantic, "broadcast_impl_value", broadcast)
+    setattr(semantic, "cast", cast)

@@ -19,7 +19,7 @@ MORE_SPILLED = {
     ("8.0", "_run_chunks_kernel"): 512,
     ("8.9", "_run_chunks_kernel"): 512,
     ("12.0", "_run_chunks_kernel"): 576,
-    ("9.0", "_mixed_kernel"): 448,  # heads of 512 numbers with a cache in fp8, whose queries have two forms
+    ("9.0", "_mixed_kernel"): 640,  # heads of 512 numbers with a cache in fp8, whose queries have two forms; in slices
 }
 NOT_TUNED = ("_attention_kernel", "_product_kernel")  # both batch_invariant: behind a switch, right but not yet fast
 GPUS = {  # compute capability, multiprocessors, KiB of shared memory -> at least so many variants

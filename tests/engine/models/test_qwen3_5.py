@@ -319,7 +319,7 @@ def test_greedy_equals_transformers(qwen_dir, shape, budget):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_sequences_start_their_states_anew(qwen_dir, overlap):
     model_dir = qwen_dir("dense")
-    core = engine(model_dir, 230_000, max_num_batched_tokens=64, overlap=overlap)
+    core = engine(model_dir, 255_000, max_num_batched_tokens=64, overlap=overlap)
     requests = [
         EngineRequest(f"r{i}", list(range(i + 3, i + 23)), SamplingParams(
             temperature=0, max_tokens=100, ignore_eos=True))

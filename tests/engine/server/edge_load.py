@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import http.client
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ class Edge:
     """`atoll gateway` on a free port, with one canned engine."""
 
     def __init__(self, directory: Path, *, step_seconds: float = 0.0, flags: tuple[str, ...] = ()) -> None:
+        from ports import listening_port
         from tiny_llama import save_byte_tokenizer
 
         model = directory / "model"
@@ -40,10 +40,8 @@ class Edge:
         (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
         uds = directory / "engine/canned/engine.sock"
         uds.parent.mkdir(parents=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
         config = directory / "atoll.toml"
-        config.write_text(f'[gateway]\nport = {self.port}\n[models.canned]\nmodel = "{model}"\n')
+        config.write_text(f'[gateway]\nport = 0\n[models.canned]\nmodel = "{model}"\n')
         self._log = directory / "log"
         with self._log.open("wb") as log:
             self.engine = subprocess.Popen(
@@ -54,6 +52,7 @@ class Edge:
                  str(directory / "engine"), "--log-format", "json", "--disable-access-log", *flags],
                 stdout=log, stderr=log)
         self.process = psutil.Process(self.gateway.pid)
+        self.port = listening_port(self.gateway)
         self._wait_ready()
 
     def _wait_ready(self) -> None:

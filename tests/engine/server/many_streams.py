@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,16 +34,15 @@ class Service:
     """`atoll gateway` and `atoll engine`, two processes, as units run them."""
 
     def __init__(self, directory: Path, seats: int) -> None:
+        from ports import listening_port
         from tiny_llama import TINY_LLAMAS, save_tiny_llama
 
         model, uds = directory / "model", directory / "engine/tiny/engine.sock"
         model.mkdir()
         uds.parent.mkdir(parents=True)
         save_tiny_llama(model, **TINY_LLAMAS["gqa"])
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
         config = directory / "atoll.toml"
-        config.write_text(f'[gateway]\nport = {self.port}\n[gateway.limits]\nmax-in-flight = {2 * seats}\n'
+        config.write_text(f'[gateway]\nport = 0\n[gateway.limits]\nmax-in-flight = {2 * seats}\n'
                           f'max-connections-per-address = {2 * seats}\n[models.tiny]\nmodel = "{model}"\n')
         self._log = directory / "log"
         with self._log.open("wb") as log:
@@ -54,6 +52,7 @@ class Service:
             self.gateway = subprocess.Popen(
                 [sys.executable, "-m", "appliance.cli", "gateway", "--config", str(config), "--engines",
                  str(directory / "engine"), "--disable-access-log"], stdout=log, stderr=log)
+        self.port = listening_port(self.gateway)
 
     async def wait_ready(self) -> None:
         deadline = time.monotonic() + 120

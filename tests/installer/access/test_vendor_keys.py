@@ -24,7 +24,7 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.journal import Journal
 from installer.base.layout import Layout
-from installer.operate.deep_verify import verify
+from installer.operate.deep_verify.run import verify
 from installer.operate.lifecycle import restart
 from installer.operate.status import status
 from installer.operate.uninstall import uninstall

@@ -1,6 +1,8 @@
 """The journal and the audit log: what a crash, a full disk or an editor can do to them."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,26 @@ def test_damage_is_refused_and_set_aside_when_asked(tmp_path: Path) -> None:
     aside = list(tmp_path.glob("journal.damaged-*.jsonl"))
     assert [copy.read_bytes() for copy in aside] == [damaged]
     assert [record["n"] for record in replay(path).records] == [1, 3]
+
+
+def test_a_record_that_cannot_be_written_was_never_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal("run-1")
+    journal.open(path)
+    journal.add("switch")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            journal.add("commit")
+    assert [record["event"] for record in journal.records] == ["switch"]
+    journal.add("rolled-back")
+    journal.close()
+    assert replay(path).records == journal.records
+    assert [(record["n"], record["event"]) for record in journal.records] == [(1, "switch"), (2, "rolled-back")]
 
 
 def test_history_knows_what_stands_and_what_is_open() -> None:

@@ -22,7 +22,8 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.journal import Journal
 from installer.base.layout import Layout
-from installer.operate.deep_verify import last, verify
+from installer.operate.deep_verify.report import last
+from installer.operate.deep_verify.run import verify
 from installer.release.release import Release, live
 from installer.release.replay_guard import raise_sequence
 from offline_bundle.medium.code_tree import bytecode, tools

@@ -1,5 +1,6 @@
 """The whole path: a first install, a second one, upgrades, and rollbacks."""
 
+import errno
 import json
 import stat
 import time
@@ -132,6 +133,28 @@ def test_a_service_that_never_becomes_ready_is_rolled_back_in_time(site: Site, b
         site.install(bundle(2), "sick", start_timeout=2.0)
     assert caught.value.exit_code == ExitCode.UNHEALTHY
     assert site.serving()["mode"] == "good"
+
+
+def test_an_upgrade_whose_commit_cannot_be_recorded_is_rolled_back(
+    site: Site, bundle: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = site.install(bundle(1))
+    write = journal.Journal._write
+
+    def full(self: journal.Journal, records: list[journal.Record]) -> None:
+        if any(record["event"] == "commit" for record in records):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, records)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Journal, "_write", full)
+        with pytest.raises(InstallError) as caught:
+            site.install(bundle(2))
+    assert caught.value.exit_code == ExitCode.IO
+    assert good.release in caught.value.changed
+    assert site.serving()["model"] == good.model_dir
+    assert site.history.open_switch is None
+    assert site.install(bundle(2)).outcome == "installed"
 
 
 def test_a_first_install_that_fails_leaves_nothing_running(site: Site, bundle: Bundles) -> None:

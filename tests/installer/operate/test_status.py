@@ -19,7 +19,7 @@ from appliance.cli.operate.status import rows
 from installer.access import api_keys
 from installer.base.journal import History
 from installer.base.layout import Layout
-from installer.operate.deep_verify import verify
+from installer.operate.deep_verify.run import verify
 from installer.operate.findings import Findings
 from installer.operate.status import _from_units, _own_words, _tell_state, status
 from installer.service import unit_state

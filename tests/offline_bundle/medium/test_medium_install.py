@@ -192,7 +192,7 @@ def test_added_bytecode_programs_and_paths_are_found(tree: Path) -> None:
 
 def test_the_check_does_not_run_the_bytecode_that_it_checks(installed: Path, bare: Path, tmp_path: Path) -> None:
     with restored(tree_of(installed), tmp_path / "whole") as tree:
-        planted(tree, "installer/operate/deep_verify.py", "print('planted'); raise SystemExit(0)")
+        planted(tree, "installer/operate/deep_verify/run.py", "print('planted'); raise SystemExit(0)")
         command = [tree / "bin/atoll", "verify", "--prefix", installed]
         done = subprocess.run(command, env={"PATH": str(bare)}, capture_output=True, text=True)
     assert "planted" not in done.stdout

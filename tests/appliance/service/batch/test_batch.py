@@ -3,7 +3,6 @@
 import json
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ports import listening_port
 
 from appliance.service.batch.answer_file import AnswerFile, line_of
 from appliance.service.batch.limits import MOST_ID_CHARACTERS
@@ -28,14 +28,11 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def url(tiny_llama_dir: Callable[..., Path]) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "appliance", "serve", str(tiny_llama_dir("gqa")), "--port", str(port),
+    command = [sys.executable, "-m", "appliance", "serve", str(tiny_llama_dir("gqa")), "--port", "0",
                "--served-model-name", "tiny", "--kv-cache-memory-bytes", "64000000", "--device", "cpu"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
     try:
+        url = f"http://127.0.0.1:{listening_port(process)}"
         deadline = time.monotonic() + 90
         while True:
             try:

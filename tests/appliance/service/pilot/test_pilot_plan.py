@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from appliance.service.pilot import records
 from appliance.service.pilot.plan import EXAMPLE, PilotPlan, read_plan
 from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
+from installer.base.layout import Layout
 
 STAGE = 'name = "a"\nusers = ["*"]\nduration = "1h"\n'
 
@@ -42,6 +44,17 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str):
         read_plan(tmp_path / "plan.toml")
     assert said in failure.value.message
     assert failure.value.exit_code == ExitCode.USAGE
+
+
+def test_a_damaged_record_names_its_own_file_and_not_the_installer_s_repair(tmp_path: Path):
+    layout = Layout.at(tmp_path)
+    path = records.path_of(layout)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"n": 1, "event": "planned", "sum": "0"}\n' * 2)
+    with pytest.raises(InstallError, match="damaged at line 1, 2") as caught:
+        records.read(layout)
+    assert str(path) in caught.value.hint
+    assert "journal repair" not in caught.value.hint
 
 
 def test_keys_outside_are_held_back_and_come_back_as_they_were(tmp_path: Path):

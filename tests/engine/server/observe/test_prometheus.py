@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import httpx
 import pytest
 import yaml
 from gateways import RunningServer, keys_of
+from ports import listening_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.server.http.limits import Limits
@@ -134,14 +134,11 @@ def test_a_real_prometheus_scrapes_a_live_service(programs: Path, server: Runnin
     job["authorization"]["credentials_file"] = str(tmp_path / "key")
     del job["tls_config"]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     words = [str(programs / "prometheus"), f"--config.file={tmp_path}/prometheus.yml",
-             f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address=127.0.0.1:{port}"]
+             f"--storage.tsdb.path={tmp_path}/data", "--web.listen-address=127.0.0.1:0"]
     with (tmp_path / "log").open("w") as log, subprocess.Popen(words, stderr=log, cwd=tmp_path) as process:
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=10) as api:
+            with httpx.Client(base_url=f"http://127.0.0.1:{listening_port(process)}/api/v1", timeout=10) as api:
                 _judge(api, server)
         finally:
             process.terminate()

@@ -192,6 +192,33 @@ def test_mixed_head_sizes(dim):
     check_mixed([(70, 1), (20, 50)], 2, block_q=16, dim=dim, kv_heads=1)
 
 
+@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize("group, block_q, dim", [(4, 16, 32), (7, 9, 32), (2, 16, 80), (2, 8, 512)])
+def test_several_programs_share_a_tile(splits, group, block_q, dim):
+    """Contexts of none to all slices, which end with and within a tile of keys."""
+    chunks = [(0, 9), (63, 5), (64, 3), (128, 40), (200, 2), (700, 1), (700, 17)]
+    whole = check_mixed(chunks, group, block_q=block_q, dim=dim)
+    cut = check_mixed(chunks, group, block_q=block_q, dim=dim, splits=splits, shortest=64)
+    torch.testing.assert_close(cut, whole, rtol=2e-5, atol=2e-5)
+    assert not attention_chunks._arrivals(cut.device).any(), "every tile's counter is ready for the next launch"
+
+
+def test_several_programs_share_a_tile_of_an_fp8_cache():
+    """Its scales apply to what each of them read from it, not to the chunk's own values."""
+    options = {"cache": torch.float8_e4m3fn, "k_scale": 0.7, "v_scale": 1.3}
+    check_mixed([(300, 20), (64, 9)], 4, block_q=8, splits=8, shortest=64, **options)
+
+
+def test_slices_are_for_steps_with_few_tiles():
+    def slices(tokens: int, kv_heads: int, dim: int) -> int:
+        return attention_chunks.num_slices(tokens, 32, kv_heads, dim, 132, torch.device("cpu"))
+
+    assert [slices(tokens, 8, 128) for tokens in (64, 256, 608, 1024, 8192)] == [8, 8, 8, 1, 1]
+    assert slices(512, 8, 128) == 1  # 128 tiles are one wave, in slices as without
+
+
+
+
 @pytest.mark.parametrize("window", [1, 7, 64, 90, 500])
 def test_mixed_window(window):
     check_mixed(MIXED, 4, block_q=8, window=window)
@@ -245,6 +272,9 @@ def test_programs_that_share_a_tile_each_write_their_part(cache, window, dim, mo
     chunks, tol = [(40, 30), (0, 50), (17, 1)], 2e-5 if cache is None else 1e-2
     check_mixed(chunks, 2, block_q=8, dim=dim, window=window, cache=cache, tol=tol)
     assert grids == [(2, 16)]
+    if window is None:
+        longer = [(200, 30), (0, 50), (17, 1), (70, 9)]
+        check_mixed(longer, 2, block_q=8, dim=dim, cache=cache, tol=tol, splits=4, shortest=64)
 
 
 def test_the_references_agree_with_torch():

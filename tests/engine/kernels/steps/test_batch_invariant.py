@@ -136,7 +136,7 @@ def test_it_is_refused_where_it_cannot_hold(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="--batch-invariant is not available on cpu"):
         check_capabilities(EngineConfig(tmp_path, batch_invariant=True), "cpu")
     check_capabilities(EngineConfig(tmp_path, batch_invariant=True), "cuda")
-    monkeypatch.syspath_prepend(str(HERE.parents[1] / "gpu"))
+    monkeypatch.syspath_prepend(str(HERE.parents[2] / "gpu"))
     from gpu_kit import FAMILIES, SHAPE  # pyright: ignore[reportMissingImports]
 
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES["qwen3.5"]))

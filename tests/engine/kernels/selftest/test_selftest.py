@@ -17,7 +17,8 @@ from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts
 from engine.kernels.pointwise import fused, host_rows, inputs, norm, quantize
 from engine.kernels.pointwise import reference as pointwise_reference
-from engine.kernels.recurrent import gated_delta
+from engine.kernels.recurrent import decode as delta_decode
+from engine.kernels.recurrent import prefill as delta_prefill
 from engine.kernels.sampling import edits, logprobs, sampler
 from engine.selftest.compare import Result, difference
 from engine.selftest.report import Tally
@@ -38,8 +39,8 @@ def run(*names, dtype=torch.float32, with_fp8=True):
 KERNELS = [
     (attention_decode, "decode"), (shared_prefix, "decode_shared"), (attention_chunks, "mixed"),
     (small_batch, "gemv"), (small_batch, "small_batch_gemm"),
-    (experts, "routed_experts"), (heads, "heads_and_write_kv"), (moe_decode, "_experts"), (gated_delta, "decode"),
-    (gated_delta, "prefill"), (sampler, "sample_rows"), (logprobs, "logprobs"),
+    (experts, "routed_experts"), (heads, "heads_and_write_kv"), (moe_decode, "_experts"), (delta_decode, "decode"),
+    (delta_prefill, "prefill"), (sampler, "sample_rows"), (logprobs, "logprobs"),
 ]  # fmt: skip
 
 
@@ -166,9 +167,9 @@ def spoil(monkeypatch, module, name, which=None):
         ("heads d256 fp8", heads, "heads_and_write_kv", None),
         ("step inputs", inputs, "apply_runs", 4),
         ("step inputs", inputs, "gather_inputs", 7),
-        ("delta rule, 1 token", gated_delta, "decode", 10),
-        ("delta rule, early", gated_delta, "decode", 10),
-        ("delta rule, chunks", gated_delta, "prefill", 10),
+        ("delta rule, 1 token", delta_decode, "decode", 10),
+        ("delta rule, early", delta_decode, "decode", 10),
+        ("delta rule, chunks", delta_prefill, "prefill", 10),
         ("sparse block", moe_decode, "_experts", 5),
         ("sparse block fp8", moe_decode, "_experts", 5),
         ("rows out of host memory", host_rows, "gather_rows", None),
@@ -195,7 +196,8 @@ def test_a_wrong_kernel_fails(monkeypatch, check, module, name, which):
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_a_state_that_is_off_or_of_another_slot_is_noticed(monkeypatch, name):
     """Its outputs are right; what it leaves for the next step is not."""
-    original = getattr(gated_delta, name)
+    module = {"decode": delta_decode, "prefill": delta_prefill}[name]
+    original = getattr(module, name)
     check = "delta rule, 1 token" if name == "decode" else "delta rule, chunks"
 
     def leave(change):
@@ -203,7 +205,7 @@ def test_a_state_that_is_off_or_of_another_slot_is_noticed(monkeypatch, name):
             original(*args, **kwargs)
             change(*args[6:9])  # slots, state, newest inputs
 
-        monkeypatch.setattr(gated_delta, name, wrong)
+        monkeypatch.setattr(module, name, wrong)
         return run(check)[1][check]["fault"]
 
     assert leave(lambda slots, state, ring: state[slots[2]].mul_(1.05)) == "wrong"
@@ -213,12 +215,12 @@ def test_a_state_that_is_off_or_of_another_slot_is_noticed(monkeypatch, name):
 
 def test_inputs_from_before_a_sequence_began_are_noticed(monkeypatch):
     """Its slot's last owner left them: the kernel believes that the sequence is older than it is."""
-    original = gated_delta.decode
+    original = delta_decode.decode
 
     def wrong(*args, **kwargs):
         original(*args[:5], args[5].clamp_min(1), *args[6:], **kwargs)
 
-    monkeypatch.setattr(gated_delta, "decode", wrong)
+    monkeypatch.setattr(delta_decode, "decode", wrong)
     found = run("delta rule, 1 token")[1]["delta rule, 1 token"]
     assert found["fault"] == "wrong"
     assert found["error"] is None, "NaN"

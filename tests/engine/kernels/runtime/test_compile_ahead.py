@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from engine.kernels.runtime import torch_stub
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 # In a process of its own: the tests beside this one run Triton's interpreter, which compiles nothing.
 SCRIPT = """

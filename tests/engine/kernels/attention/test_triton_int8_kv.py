@@ -108,7 +108,8 @@ MIXED = [(0, 1), (70, 1), (0, 17), (150, 1), (33, 40), (64, 64), (199, 1), (0, 6
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 7}, {"window": 90}, {"scale": 2.0, "softcap": 3.0}, {"dim": 80, "kv_heads": 3}]
+    "options", [{}, {"window": 7}, {"window": 90}, {"scale": 2.0, "softcap": 3.0}, {"dim": 80, "kv_heads": 3},
+                {"splits": 4, "shortest": 64}]
 )
 def test_chunks_and_single_tokens_in_one_launch(options, order):
     options = dict(options)

@@ -16,7 +16,7 @@ from engine.selftest.__main__ import supervise
 from engine.selftest.report import Tally, as_text
 from engine.selftest.stopwatch import PARTS, Stopwatch
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 BEGIN = {"kind": "begin", "name": "decode"}
 PASSED = {"kind": "check", "name": "norm", "passed": True, "error": 1e-3, "bound": 1e-2, "ms": 0.5}
 END = {"kind": "end", "exit_code": 0, "passed": 1, "failed": [], "skipped": 0, "seconds": 1, "message": "Well.",

@@ -13,7 +13,7 @@ import pytest
 from engine.kernels.runtime import compile_pool
 from engine.selftest import jobs, nvml
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def python(*words: str) -> subprocess.CompletedProcess:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ENGINE = Path(__file__).resolve().parents[3] / "engine"
+ENGINE = Path(__file__).resolve().parents[4] / "engine"
 SOURCES = sorted(path for path in ENGINE.rglob("*.py") if "triton" in path.read_text())
 LAUNCHER = "kernels/runtime/launcher.py"
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.kernels.runtime import cache_dir
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 
 
 @pytest.fixture

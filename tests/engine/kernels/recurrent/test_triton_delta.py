@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from engine.kernels.pointwise import norm as pointwise_norm
-from engine.kernels.recurrent import gated_delta
+from engine.kernels.recurrent import decode as delta_decode
+from engine.kernels.recurrent import prefill as delta_prefill
 from engine.kernels.recurrent import reference as recurrent_reference
 from engine.kernels.recurrent.chunk_solve import inverse_64
-from engine.kernels.recurrent.gated_delta import DeltaShape
 from engine.kernels.recurrent.reference import DeviceRecurrentBatch, RecurrentBatch
+from engine.kernels.recurrent.shape import DeltaShape
 from engine.kernels.runtime.launcher import kernel
 from engine.layers.gated_delta import GatedDeltaNet
 
@@ -91,13 +92,13 @@ def test_decode(shape, width):
     starts = [0, 1, 2, 3, 4, 77]
     layer = Layer(shape, starts, [1] * len(starts), width)
     for block_v in (16, None):
-        close(layer.ours(gated_delta.decode, block_v=block_v), layer.reference())
+        close(layer.ours(delta_decode.decode, block_v=block_v), layer.reference())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode_that_reads_before_it_waits(shape):
     layer = Layer(shape, [0, 3, 77], [1] * 3)
-    close(layer.ours(gated_delta.decode, early=True), layer.reference())
+    close(layer.ours(delta_decode.decode, early=True), layer.reference())
 
 
 def test_states_in_bfloat16():
@@ -105,11 +106,11 @@ def test_states_in_bfloat16():
     middle, so it may be off by one in its eighth bit."""
     starts, counts = [5, 0, 9, 3, 0], [1, 70, 1, 2, 1]
     layer = Layer(SHAPES[0], starts, counts).keep_in(torch.bfloat16)
-    chunks = gated_delta.plan_chunks(layer.counts, gated_delta.num_chunks(counts))
+    chunks = delta_prefill.plan_chunks(layer.counts, delta_prefill.num_chunks(counts))
 
     def both(*args):
-        gated_delta.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
-        gated_delta.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
+        delta_prefill.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
+        delta_decode.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
 
     (out, state, ring), (reference_out, reference_state, reference_ring) = layer.ours(both), layer.reference()
     assert state.dtype == torch.bfloat16
@@ -120,7 +121,7 @@ def test_states_in_bfloat16():
 
 def test_decode_in_a_mixed_step_leaves_longer_sequences_alone():
     layer = Layer(SHAPES[0], [5, 0, 9], [1, 7, 1])
-    out, state, conv_state = layer.ours(gated_delta.decode, q_starts=layer.q_starts, counts=layer.counts)
+    out, state, conv_state = layer.ours(delta_decode.decode, q_starts=layer.q_starts, counts=layer.counts)
     expected, *states = layer.reference()
     prompt = layer.slots[1]
     torch.testing.assert_close(out[[0, 8]], expected[[0, 8]], rtol=1e-4, atol=1e-4)
@@ -134,10 +135,10 @@ def test_decode_in_a_mixed_step_leaves_longer_sequences_alone():
 @pytest.mark.parametrize("counts", [[2], [1, 64, 1, 65, 128, 3], [500] + [1, 70] * 150])
 def test_chunks_cover_all_longer_sequences(counts):
     expected = [[i, first] for i, n in enumerate(counts) if n > 1 for first in range(0, n, recurrent_reference.CHUNK)]
-    total = gated_delta.num_chunks(counts)
+    total = delta_prefill.num_chunks(counts)
     assert total == len(expected)
-    assert gated_delta.plan_chunks(torch.tensor(counts), total).tolist() == expected
-    more = gated_delta.plan_chunks(torch.tensor(counts), total + 3)[total:]
+    assert delta_prefill.plan_chunks(torch.tensor(counts), total).tolist() == expected
+    more = delta_prefill.plan_chunks(torch.tensor(counts), total + 3)[total:]
     assert (more[:, 1] >= sum(counts)).all(), "a larger list goes on behind all tokens"
 
 
@@ -193,19 +194,19 @@ def test_prefill(shape, width):
     before their start too."""
     starts, counts = [0, 1, 2, 40], [130, 2, 65, 64]
     layer = Layer(shape, starts, counts, width)
-    chunks = gated_delta.plan_chunks(layer.counts, gated_delta.num_chunks(counts))
-    ours = layer.ours(gated_delta.prefill, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
+    chunks = delta_prefill.plan_chunks(layer.counts, delta_prefill.num_chunks(counts))
+    ours = layer.ours(delta_prefill.prefill, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
     close(ours, layer.reference(), 5e-4)
 
 
 def test_both_together_do_a_mixed_step():
     starts, counts = [5, 0, 9, 3, 0], [1, 70, 1, 2, 1]
     layer = Layer(SHAPES[0], starts, counts)
-    chunks = gated_delta.plan_chunks(layer.counts, gated_delta.num_chunks(counts))
+    chunks = delta_prefill.plan_chunks(layer.counts, delta_prefill.num_chunks(counts))
 
     def both(*args):
-        gated_delta.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
-        gated_delta.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
+        delta_prefill.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
+        delta_decode.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
 
     close(layer.ours(both), layer.reference(), 5e-4)
 
@@ -214,11 +215,11 @@ def test_a_step_that_is_filled_up_is_the_same_step():
     """As graphs of mixed steps are: sequences without tokens, and more chunks than there are."""
     starts, counts = [5, 0, 9, 0, 0], [1, 70, 2, 0, 0]
     layer = Layer(SHAPES[0], starts, counts)
-    chunks = gated_delta.plan_chunks(layer.counts, gated_delta.num_chunks(counts) + 2)
+    chunks = delta_prefill.plan_chunks(layer.counts, delta_prefill.num_chunks(counts) + 2)
 
     def both(*args):
-        gated_delta.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
-        gated_delta.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
+        delta_prefill.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
+        delta_decode.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
 
     out, state, ring = layer.ours(both)
     kept = layer.counts > 0
@@ -255,7 +256,7 @@ def test_the_layer_is_the_same_on_both_devices():
     ones = torch.ones_like(counts)
     close(
         run(
-            DeviceRecurrentBatch(mixed, slots, q_starts, counts, gated_delta.plan_chunks(counts, 3)),
+            DeviceRecurrentBatch(mixed, slots, q_starts, counts, delta_prefill.plan_chunks(counts, 3)),
             DeviceRecurrentBatch(after, slots),
         ),
         run(

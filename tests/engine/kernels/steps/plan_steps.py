@@ -11,6 +11,7 @@ decided. Run by test_step_capacities.py in a process of its own.
 """
 
 import json
+import math
 import random
 import sys
 from types import SimpleNamespace
@@ -65,7 +66,9 @@ def run_kernel(kernel, grid, *args, num_warps=4, num_stages=3, **constants):
     elif kernel.name == "_decode_kernel" and constants.get("SPLITS", 1) > 1:
         assert len(args[6]) >= grid[0] * grid[1], "counters of slices that are done"
     elif kernel.name == "_mixed_kernel":
-        assert args[6].shape == (grid[0], 2), "tiles"
+        assert args[9].shape == (grid[0], 2), "tiles"
+        if constants["SPLITS"] > 1:
+            assert len(args[8]) >= math.prod(grid) // constants["SPLITS"], "counters of slices that are done"
 
 
 # -- the runner under watch
