@@ -78,8 +78,8 @@ def test_the_share_is_kept_and_used(kwargs: dict) -> None:
 ])  # fmt: skip
 def test_a_fresh_process_takes_what_it_planned(config: str, quantization: str) -> None:
     """What a process's first graph takes is planned once, and no kernel has the driver set memory aside for what its
-    threads cannot keep in registers: a kilobyte of each is 0.26 GiB of such a card. (Slices of heads of 512 numbers take
-    0.1 GiB, and are eight times as fast.)"""
+    threads cannot keep in registers: a kilobyte of each is 0.26 GiB of such a card. (Slices of heads of 512 numbers
+    take 0.1 GiB, and are eight times as fast.)"""
     code = Path(__file__).with_name("plan_child.py")
     command = [sys.executable, str(code), config, quantization]
     done = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, check=False, timeout=120)

@@ -201,14 +201,16 @@ def _merge(
         token = first_q + row // G
         mask = ((row < BLOCK_Q * G) & (token < count))[:, None]
         first = unit.to(tl.int64) * SPLITS * BLOCK_M + row  # of the first slice's rows
-        lse = tl.load(lse_ptr + first[:, None] + s[None, :] * BLOCK_M, mask=mask & (s < used)[None, :], other=-float("inf"))
+        at_lse = first[:, None] + s[None, :] * BLOCK_M
+        lse = tl.load(lse_ptr + at_lse, mask=mask & (s < used)[None, :], other=-float("inf"))
         top = tl.max(lse, 1)
         weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top)[:, None])
         sums = tl.sum(weight, 1)
         weight = weight / tl.where(sums == 0, 1.0, sums)[:, None]
         acc = tl.zeros([ROWS, DV], tl.float32)
         for i in tl.static_range(SPLITS):  # unrolled, so that the loads are in flight together
-            part = tl.load(part_ptr + (first + i * BLOCK_M)[:, None] * DV + v[None, :], mask=mask & (i < used), other=0.0)
+            at_part = (first + i * BLOCK_M)[:, None] * DV + v[None, :]
+            part = tl.load(part_ptr + at_part, mask=mask & (i < used), other=0.0)
             acc += part * tl.sum(tl.where((s == i)[None, :], weight, 0.0), 1)[:, None]
         at_out = (q_start + token)[:, None] * (HKV * G * D) + (h * G + row % G)[:, None] * D + (first_v + v)[None, :]
         tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=mask & (first_v + v < D)[None, :])
