@@ -196,7 +196,7 @@ def _measure_graphs(
     pool = torch.cuda.memory_reserved(device) - reserved
     rows = sum(sizes) - sum(set(probes.values())) + sum(shared[:-1]) + sum(s.singles + s.tokens for s in shapes[:-2])
     hidden = rows * runner.model.config.hidden_size * runner.dtype.itemsize
-    of_mixed = -(-mixed_records // len(probed)) + _GRANULE
+    of_mixed = -(-mixed_records // max(1, len(probed))) + _GRANULE  # --batch-invariant records no mixed steps
     of_decode = -(-(decode_records + _GRANULE) // len(probes))
     return pool + hidden + of_mixed * len(shapes) + of_decode * len(sizes) + of_shared * len(shared)
 

@@ -58,7 +58,7 @@ class Place:
     profile: Path
 
     def request(self, **more: Any) -> TuneRequest:
-        given = {"profile": str(self.profile), "budget": 300.0, "load_seconds": 1.0, "only": ("max-num-seqs",)}
+        given = {"profile": str(self.profile), "budget": 900.0, "load_seconds": 1.0, "only": ("max-num-seqs",)}
         return TuneRequest(**{**given, **more})
 
     @property
@@ -99,15 +99,14 @@ def place(installed: Place) -> Iterator[Place]:
 
 
 def liking(place: Place, setting: str) -> LoadDriver:
-    """The real load; what it measures counts four times where the settings file says `setting`."""
+    """The real load, but the best score belongs to `setting`: on a busy machine, measured scores are in no order."""
     request = place.request()
     real = ProfileLoad(profile_called(request.profile), parse_target(request.target), request.seconds_of_load)
 
     def drive(endpoint: Any, model: str, key: str, on_progress: Callable[[int, int], None]) -> Measured:
         measured = real(endpoint, model, key, on_progress)
-        factor = 4.0 if setting in place.settings else 1.0
-        score = Score(measured.score.goodput * factor, 0.0, measured.score.rate * factor)
-        return dataclasses.replace(measured, score=score)
+        good = 4.0 if setting in place.settings else 1.0
+        return dataclasses.replace(measured, score=Score(good, 0.0, good))
 
     return drive
 
@@ -120,7 +119,7 @@ def test_the_best_is_kept_shown_and_taken_back(place: Place) -> None:
     before = place.settings
     request = place.request()
     result = tune(place, request, liking(place, "max-num-seqs = 1"))
-    assert (result["outcome"], result["changed"]) == ("changed", {"max-num-seqs": [None, 1]})
+    assert (result["outcome"], result["changed"]) == ("changed", {"max-num-seqs": [None, 1]}), result
     assert "more requests per second" in result["reason"]
     assert result["after"]["goodput"] > result["before"]["goodput"]
     assert "max-num-seqs = 1" in place.settings

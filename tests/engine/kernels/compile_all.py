@@ -1,20 +1,19 @@
 """Compiles every kernel of a model's layers for GPUs that need not be here.
 
-    python compile_all.py PROCESSES CACHE MAJOR.MINOR-MULTIPROCESSORS-KIB...
+    python compile_all.py PROCESSES RESULTS DAY MAJOR.MINOR-MULTIPROCESSORS-KIB...
 
 Each GPU is named by its compute capability, its multiprocessors, and the KiB of shared memory that a program may have.
 Prints a line of JSON for each variant: the GPU, the kernel, its constants, the shared memory it takes, and the bytes of
 stack that a thread needs for values that did not fit into registers.
 
-CACHE is a JSON file of earlier results, by a hash of the kernel's source, its types and constants, the GPU and Triton:
-only what has changed is compiled. The file is replaced by what this run found, so it does not grow.
+RESULTS is the file of earlier results, kept in git (`compiled_kernels.py`): only what has changed since is compiled,
+and a twentieth of the others, another one each DAY. So a wrong result is found within three weeks. The file is replaced
+by what this run found, so it does not grow.
 
 Run by test_triton_compile.py in a process of its own, without the interpreter.
 """
 
 import gc
-import hashlib
-import inspect
 import json
 import struct
 import sys
@@ -22,8 +21,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import compiled_kernels
 import torch
-import triton
 
 from engine.kernels.attention import batch_invariant as attention_batch_invariant
 from engine.kernels.attention import chunks as attention_chunks
@@ -404,63 +403,57 @@ def compiled(job, capability):
     binary = launcher.compile_for(
         job.kernel, job.types, dict(job.constants), job.num_warps, job.num_stages, capability
     )
-    return {
-        "kernel": job.kernel.name, "constants": dict(job.constants), "shared": binary.metadata.shared,
-        "stack": stack_bytes(binary.asm["cubin"]), "scratch": binary.metadata.global_scratch_size,
-    }  # fmt: skip
-
-
-_HOW = "".join(map(inspect.getsource, (stack_bytes, compiled, launcher)))
+    return [binary.metadata.shared, stack_bytes(binary.asm["cubin"]), binary.metadata.global_scratch_size]
 
 
 def variants(gpu):
-    """The jobs of a GPU by their hash, which changes with everything that decides over the machine code."""
+    """The kernels that `run_all` starts on a GPU, as jobs of the compiler, by their hash."""
     with launcher.recording(gpu) as found:
         run_all(gpu)
-    by_hash = {}
-    for job in found:
-        line = compile_ahead.line_of(job, gpu.capability)
-        text = "\n".join([triton.__version__, _HOW, launcher.source_key(job.kernel), line])
-        by_hash[hashlib.sha256(text.encode()).hexdigest()] = line, job, gpu
-    return by_hash
+    lines = {compile_ahead.line_of(job, gpu.capability): job for job in found}
+    return {compiled_kernels.hash_of(job.kernel, line): (line, job, gpu) for line, job in lines.items()}
 
 
-_missing: list = []  # children find it here: kernels cannot be pickled
+_jobs: list = []  # children find them here: kernels cannot be pickled
 
 
 def _compiled(index):
-    _, job, gpu = _missing[index]
+    _, job, gpu = _jobs[index]
     return compiled(job, gpu.capability)
 
 
-def main(processes, cache, *names):
+def main(processes, results, day, *names):
     wanted = {}
     for name in names:
         capability, multiprocessors, kib = name.split("-")
         gpu = Target(tuple(map(int, capability.split("."))), int(kib) << 10, int(multiprocessors))
-        wanted |= {key: (name, each) for key, each in variants(gpu).items()}
-    path = Path(cache)
-    known = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    results = {key: known[key] for key in wanted if key in known}
-    missing = {key: each for key, (_, each) in wanted.items() if key not in results}
-    ranks = {line: i for i, line in enumerate(compile_ahead.longest_first({line for line, _, _ in missing.values()}))}
-    keys = sorted(missing, key=lambda key: ranks[missing[key][0]])
-    _missing[:] = [missing[key] for key in keys]
+        wanted |= {key: (name, *each) for key, each in variants(gpu).items()}
+    path = Path(results)
+    known = compiled_kernels.read(path)
+    found = {key: known[key] for key in wanted if key in known}
+    sample = {key for key in found if compiled_kernels.is_due(key, int(day))}
+    jobs = {key: each for key, (_, *each) in wanted.items() if key in sample or key not in found}
+    ranks = {line: i for i, line in enumerate(compile_ahead.longest_first({line for line, _, _ in jobs.values()}))}
+    keys = sorted(jobs, key=lambda key: ranks[jobs[key][0]])
+    _jobs[:] = [jobs[key] for key in keys]
     launcher.load_compiler()
     torch.set_num_threads(1)
     gc.freeze()
+    different = []
     try:
         with ProcessPoolExecutor(int(processes), mp_context=get_context("fork")) as pool:
             for key, result in zip(keys, pool.map(_compiled, range(len(keys))), strict=True):
-                results[key] = result  # one by one: an interrupted run keeps what it has  # noqa: PERF403
-    finally:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(results), "utf-8")
-        new.replace(path)
+                if found.setdefault(key, result) != result:
+                    different.append(f"{wanted[key][2].kernel.name} {key}: {found[key]} on file, {result} compiled")
+    finally:  # an interrupted run keeps what it has
+        compiled_kernels.write(path, {key: (wanted[key][2].kernel.name, result) for key, result in found.items()})
     sys.stderr.write(f"{len(keys)} of {len(wanted)} variants were compiled; the others had not changed.\n")
-    for key, (name, _) in wanted.items():
-        print(json.dumps({"gpu": name, **results[key]}))
+    if different:
+        sys.exit("\n".join([f"{path.name} says otherwise than the compiler; delete it and compile again", *different]))
+    for key, (name, _, job, _) in wanted.items():
+        shared, stack, scratch = found[key]
+        facts = {"shared": shared, "stack": stack, "scratch": scratch}
+        print(json.dumps({"gpu": name, "kernel": job.kernel.name, "constants": dict(job.constants), **facts}))
 
 
 if __name__ == "__main__":
