@@ -194,7 +194,7 @@ def _int4_copies(model: CausalLM) -> int:
 
 def _token_width(model: CausalLM, config: ModelConfig) -> int:
     """The numbers per token of the residual stream and its copies, of queries, keys and values, and of the widest GEMM
-    and its activation; the latter for each expert that a token goes to."""
+    and its activation; of each expert that a token goes to the activation alone, also in fp8, and the answer."""
     modules = list(model.modules())
     widest = max((m.out_features for m in modules if isinstance(m, Linear) and m.out_features != config.vocab_size),
                  default=0)  # fmt: skip
@@ -203,7 +203,7 @@ def _token_width(model: CausalLM, config: ModelConfig) -> int:
     routers = [m for m in modules if isinstance(m, Router)]
     if routers:
         expert = max(m.out_features for m in modules if isinstance(m, ExpertLinear))
-        width += routers[0].top_k * (3 * expert // 2 + config.hidden_size)
+        width += routers[0].top_k * (3 * expert // 4 + config.hidden_size)
     return width
 
 
