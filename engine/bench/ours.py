@@ -21,10 +21,20 @@ class Ours:
         self.meter = KVMeter(self.llm.engine)
         self._plain_step = self.llm.engine.step
 
-    def run(self, workload: Workload, *, temperature: float = 0.0, bar: bool = False, meter: bool = False) -> float:
-        """Seconds from the first request's submission to the last token. The prefix cache starts empty."""
+    def run(
+        self,
+        workload: Workload,
+        *,
+        temperature: float = 0.0,
+        bar: bool = False,
+        meter: bool = False,
+        keep_prefix_cache: bool = False,
+    ) -> float:
+        """Seconds from the first request's submission to the last token. `keep_prefix_cache`: it need not start
+        empty."""
         engine = self.llm.engine
-        engine.reset_prefix_cache()
+        if not keep_prefix_cache:
+            engine.reset_prefix_cache()
         params = [
             SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False, seed=i)
             for i, n in enumerate(workload.tokens_out)

@@ -10,6 +10,8 @@ from engine.bench.engine_flags import add_engine_flags
 from engine.bench.ours import Ours
 
 _TEMPERATURE = 0.6
+_KEPT = """do not empty it between workloads. Several begin with the same prompts, which then need not be computed
+again: for a comparison with engines that were measured so."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--disable-cascade-attn", action="store_true")
+    parser.add_argument("--keep-prefix-cache", action="store_true", help=_KEPT)
 
 
 def run(args: argparse.Namespace) -> list[report.Row]:
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         "engine": "atoll", "model": args.model.name, "dtype": args.dtype, "quantization": args.quantization,
         "kv_cache_dtype": args.kv_cache_dtype, "mamba_ssm_cache_dtype": args.mamba_ssm_cache_dtype,
         "per_layer_embeddings": args.per_layer_embeddings, "batch_invariant": args.batch_invariant,
-        "disable_cascade_attn": args.disable_cascade_attn,
+        "disable_cascade_attn": args.disable_cascade_attn, "keep_prefix_cache": args.keep_prefix_cache,
         **report.machine(device), "temperature": _TEMPERATURE,
         "start_secs": round(ours.start_secs, 2), "first_answer_secs": round(first_answer, 2),
     }  # fmt: skip
@@ -62,7 +65,8 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         ours.meter.reset()
         for turn in range(args.repeats):
             report.say(f"{name} {turn + 1}/{args.repeats}")
-            seconds.append(ours.run(load, temperature=_TEMPERATURE, bar=True, meter=True))
+            seconds.append(ours.run(load, temperature=_TEMPERATURE, bar=True, meter=True,
+                                    keep_prefix_cache=args.keep_prefix_cache))  # fmt: skip
         row = {"bench": name, **facts, **report.timing(load, seconds), "kv_waste": round(ours.meter.waste, 4),
                "steps": ours.meter.steps // args.repeats, "mean_batch": round(ours.meter.mean_batch, 1)}  # fmt: skip
         if name == "single" and args.quantization is None:

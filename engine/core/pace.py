@@ -33,7 +33,7 @@ _TILE = 128               # a step's total is rounded down to a multiple of this
 # what additional tokens cost.
 _BASE, _EXTRA, _CHEAPER, _DEARER, _ERROR = 0.2, 0.4, 0.1, 0.01, 0.1
 _LONGER, _SHORTER = 0.8, 0.3  # of `context_seconds`
-_OUTLIER = 2.0            # a step without prompts counts as at most so many usual ones: the host may have been away
+_OUTLIER = 2.0            # a step counts as at most so many as expected: the host may have been away
 
 
 class PromptPace:
@@ -83,6 +83,8 @@ class PromptPace:
             tiles = -(-plan.num_tokens // _TILE)
             reading = context * self._seconds_of_context(tiles)
             long = context >= _LONG_CONTEXT
+            if decoding and self._token_seconds and not long:
+                above = min(above, _OUTLIER * (tokens * self._token_seconds + reading + max(0.0, self._extra)))
             if not (long and self._token_seconds):
                 each, known = max(0.0, above - reading) / tokens, self._token_seconds
                 self._token_seconds += (each - known) * (1.0 if not known else _CHEAPER if each < known else _DEARER)

@@ -88,6 +88,18 @@ def test_a_pause_of_the_host_is_not_what_answers_cost():
     assert pace.tokens(32, 8000) >= before - 128
 
 
+def test_after_a_pause_of_the_host_prompts_soon_get_as_much_as_before():
+    pace = PromptPace(0.06)
+    step(pace, gpu, 0, 8192)
+    for _ in range(10):
+        step(pace, gpu, 128, 0)
+    before = [step(pace, gpu, 128, 100_000)[0] for _ in range(30)][-1]
+    step(pace, lambda *each: gpu(*each) + 1.4, 128, 100_000)
+    after = [step(pace, gpu, 128, 100_000)[0] for _ in range(15)]
+    assert sum(after) >= 0.6 * 15 * before
+    assert after[-1] >= 0.9 * before
+
+
 def test_noise_does_not_starve_prompts():
     rng = random.Random(1)
 
