@@ -7,8 +7,8 @@ Prints a line of JSON for each variant: the GPU, the kernel, its constants, the 
 stack that a thread needs for values that did not fit into registers.
 
 RESULTS is the file of earlier results, kept in git (`compiled_kernels.py`): only what has changed since is compiled,
-and a twentieth of the others, another one each DAY. So a wrong result is found within three weeks. The file is replaced
-by what this run found, so it does not grow.
+and one of forty others, another one each DAY. So a wrong result is found within six weeks. The file is replaced by what
+this run found, so it does not grow.
 
 Run by test_triton_compile.py in a process of its own, without the interpreter.
 """
