@@ -3,6 +3,7 @@
 import pytest
 import quantized_files as files
 import torch
+from packed_experts import filled
 from torch import nn
 
 from engine.kernels.moe import experts as moe_experts
@@ -14,8 +15,7 @@ from engine.layers.quant.awq import Awq
 from engine.layers.quant.float8 import Float8
 from engine.layers.quant.gptq import Gptq
 from engine.layers.quant.integers import PackQuantized
-from engine.layers.quant.packed_experts import stack
-from engine.layers.quant.stored import Part, Spec, StoredExperts, StoredLinear
+from engine.layers.quant.stored import Part, Spec, StoredLinear
 
 OUT, INNER = 32, 64
 
@@ -74,27 +74,6 @@ def test_outputs_in_another_order(kinds):
 
 NUM_EXPERTS, HIDDEN, WIDTH = 4, 320, 192
 BLOCKS = Float8("block", (128, 128), "weight_scale_inv"), files.float8("block", "weight_scale_inv")
-
-
-def filled(linear, form, writer, matrices):
-    """The layer as a GPU has it after loading, and the numbers of its matrices; `matrices` of each expert."""
-    rows, inner = linear.out_features // matrices, linear.in_features
-    parts, tensors, numbers = [], [], []
-    for i in range(linear.num_experts * matrices):
-        found, plain = writer((torch.randn(rows, inner) / inner**0.5).numpy())
-        specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
-        parts.append(Part(f"part{i}", i * rows, rows, form, specs))
-        tensors.append(found)
-        numbers.append(torch.tensor(plain.copy()))
-    method = StoredExperts(parts, inner, torch.float32)
-    linear.use(method)
-    for i, found in enumerate(tensors):
-        for name, tensor in found.items():
-            setattr(linear, f"part{i}_{name}", nn.Parameter(tensor.contiguous(), requires_grad=False))
-    assert method.form is not None
-    stack(linear, method._parts.take(linear), method.form)
-    assert linear.loaded_bytes == sum(p.nbytes for p in linear.parameters())
-    return torch.cat(numbers).view(linear.num_experts, linear.out_features, inner)
 
 
 @pytest.mark.parametrize("kind", [

@@ -3,7 +3,7 @@
 import pytest
 import quantized_files as files
 import torch
-from test_packed_layers import filled
+from packed_experts import filled
 from torch import nn
 
 pytest.importorskip("triton")
