@@ -197,7 +197,7 @@ def commit(context: Context) -> str:
     layout, target = context.layout, context.target()
     api_keys.remove(layout.api_keys, set(), smoke=True)
     context.service.reload_keys()
-    for model in context.models:
+    for model in context.models:  # before the record: a power cut in between must not let an older bundle pass
         raise_sequence(layout, model.manifest.name, model.manifest.sequence)
     release.raise_runtime_sequence(layout)
     previous, previous_snapshot = _previous(context)
