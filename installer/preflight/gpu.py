@@ -5,10 +5,11 @@ import re
 from installer.base.i18n import joined, t
 from installer.gpu import Gpu, GpuFacts
 from installer.preflight.record import PreflightContext, Seen, check, gpu_check
-from installer.preflight.torch_build import DRIVER_FLOORS
 
 CAPABILITY_MIN = (8, 0)     # Ampere: bfloat16, and the oldest that the kernels are written for
 CAPABILITY_TRIED = (12, 1)  # the newest that the kernels are compiled for
+# CUDA major → the oldest driver branch that runs it (docs.nvidia.com/deploy/cuda-compatibility).
+_DRIVER_FLOORS = {11: 450, 12: 525, 13: 580}
 _CPU_INSTEAD = t("To run without a GPU, choose the CPU: --device cpu.")
 
 
@@ -98,7 +99,7 @@ def driver(context: PreflightContext) -> Seen:
     facts, build = context.machine.gpus(), context.torch_build()
     version = facts.driver or context.machine.kernel_driver()
     cuda = build.cuda or _numbers(context.cuda) or (13, 0)
-    floor = max((DRIVER_FLOORS.get(cuda[0], max(DRIVER_FLOORS.values())),), _numbers(context.driver_min) or (0,))
+    floor = max((_DRIVER_FLOORS.get(cuda[0], max(_DRIVER_FLOORS.values())),), _numbers(context.driver_min) or (0,))
     needed = t("{floor} or newer, for {build}", floor=".".join(map(str, floor)), build=build.label)
     if build.cpu_only:
         fix = t("Use the medium with the CUDA build, or choose the CPU on purpose: --device cpu.")
@@ -117,7 +118,7 @@ def driver(context: PreflightContext) -> Seen:
         fix = t("Use a medium whose code has the newer CUDA, or ask the bundle's maker for one for this CUDA.")
         needed = t("CUDA {cuda} or newer, as the bundle requires", cuda=".".join(map(str, asked)))
         return Seen("fail", build.label, fix, evidence="torch/version.py", required=needed)
-    if cuda[0] not in DRIVER_FLOORS and not context.driver_min:
+    if cuda[0] not in _DRIVER_FLOORS and not context.driver_min:
         fix = t("Ask the bundle's maker which driver it needs.")
         return Seen("warn", t("{version}; nothing is known about CUDA {cuda}", version=version, cuda=cuda[0]), fix)
     if build.cuda and facts.cuda and facts.cuda[0] == cuda[0] and facts.cuda < cuda:

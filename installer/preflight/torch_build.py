@@ -12,9 +12,6 @@ _CUDA_WHEEL = re.compile(r"nvidia_cuda_runtime(?:_cu\d+)?-(\d+)\.(\d+)\.", re.IG
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'(\d+)\.(\d+)|None)", re.MULTILINE)
 MAX_FILES = 20_000
 
-# CUDA major → the oldest driver branch that runs it (docs.nvidia.com/deploy/cuda-compatibility).
-DRIVER_FLOORS = {11: 450, 12: 525, 13: 580}
-
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
