@@ -20,7 +20,7 @@ from appliance.service.steps import STEPS
 from appliance.service.steps.base import Step, StepJob
 from installer.audit import log
 from installer.base import fs, lock
-from installer.base.errors import ExitCode, InstallError, io_error
+from installer.base.errors import ExitCode, InstallError, io_error, usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.base.lock import refuse_if_busy
@@ -167,12 +167,8 @@ class _Run:
         have = derive(self.events.records, None, None, busy=True).waivers
         for name, reason in self.answers.waivers.items():
             if name.partition("@")[0] not in known:  # CHECK@MODEL if several models run
-                raise InstallError(
-                    t("There is no check called '{name}' to waive.", name=name),
-                    exit_code=ExitCode.USAGE,
-                    changed=t("Nothing was changed."),
-                    hint=t("Checks are: {names}.", names=", ".join(sorted(known))),
-                )
+                raise usage_error(t("There is no check called '{name}' to waive.", name=name),
+                                  t("Checks are: {names}.", names=", ".join(sorted(known))))  # fmt: skip
             if name not in have or have[name].reason != reason:
                 self.events.add("waived", finding=name, reason=reason[:MAX_REASON], by=self.by)
 
@@ -224,12 +220,8 @@ def step_called(name: str) -> Step:
     found = next((step for step in STEPS if step.id == name), None)
     if found is not None:
         return found
-    raise InstallError(
-        t("The checklist has no step called {name}.", name=name),
-        exit_code=ExitCode.USAGE,
-        changed=t("Nothing was changed."),
-        hint=t("Its steps: {names}.", names=joined(step.id for step in STEPS)),
-    )
+    raise usage_error(t("The checklist has no step called {name}.", name=name),
+                      t("Its steps: {names}.", names=joined(step.id for step in STEPS)))  # fmt: skip
 
 
 def last_answers(layout: Layout) -> Answers:

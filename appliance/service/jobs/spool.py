@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.proc import ProcessId
@@ -217,7 +217,7 @@ def find(layout: Layout, name: str | None) -> Job:
     if job is not None:
         return job
     message = t("There is no job called {name}.", name=name) if name else t("No job has run here since the last boot.")
-    raise InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint="atoll jobs list")
+    raise usage_error(message, "atoll jobs list")
 
 
 def _all(root: Path) -> Iterator[Job]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import InstallError, usage_error
 from installer.base.i18n import joined, plain, reason, t
 from installer.decide.answers import problems
 
@@ -122,11 +122,8 @@ def read_plan(path: Path) -> PilotPlan:
 
 
 def unusable(where: Any, found: list[str]) -> InstallError:
-    return InstallError(
-        t("The pilot's plan {path} cannot be used: {names}.", path=where, names=joined(found, "; ")),
-        exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-        hint=t("Look at a good one: atoll pilot plan --example"),
-    )  # fmt: skip
+    return usage_error(t("The pilot's plan {path} cannot be used: {names}.", path=where, names=joined(found, "; ")),
+                       t("Look at a good one: atoll pilot plan --example"))  # fmt: skip
 
 
 EXAMPLE = """\

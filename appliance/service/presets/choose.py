@@ -14,7 +14,7 @@ from appliance.service.findings import Finding, made
 from appliance.service.presets.answers import PresetAnswers
 from appliance.service.presets.catalogue import GpuModel, Model, catalogue
 from appliance.service.presets.resolve import Preset, find
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import joined, t
 
 Setting = int | float | str | bool
@@ -53,10 +53,8 @@ def choose(
         return Chosen(_about(t("none is made for a model of this shape; the engine chooses its own defaults")))
     if asked is None and answers.workload not in catalogue().workloads:
         known = joined(list(catalogue().workloads))
-        raise InstallError(
-            t("[preset] workload: '{workload}' is not known.", workload=answers.workload), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("Name one of {names}.", names=known),
-        )  # fmt: skip
+        raise usage_error(t("[preset] workload: '{workload}' is not known.", workload=answers.workload),
+                          t("Name one of {names}.", names=known))  # fmt: skip
     try:
         preset = find(asked or f"{model.name}/{answers.workload}", card)  # type: ignore[union-attr]
     except InstallError as error:

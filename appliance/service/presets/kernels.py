@@ -7,7 +7,7 @@ from pathlib import Path
 from appliance.service.presets.catalogue import GpuModel, Model, catalogue, find_card, find_model
 from appliance.service.presets.resolve import Preset, find, names
 from engine.plan import shipped_shape
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import InstallError, usage_error
 from installer.base.i18n import t
 from offline_bundle.runtime.kernels import Wish
 
@@ -23,19 +23,14 @@ def wishes(gpus: Sequence[str], models: Sequence[str]) -> list[Wish]:
     """
     if NONE in gpus:
         if len(gpus) > 1:
-            raise InstallError(
-                t("--gpu none excludes other GPUs."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-                hint=t("Name the GPUs that need kernels, or none."),
-            )
+            raise usage_error(t("--gpu none excludes other GPUs."), t("Name the GPUs that need kernels, or none."))
         return []
     cards = [find_card(name) for name in gpus] or list(catalogue().cards.values())
     chosen = [_model(name) for name in models] or list(catalogue().models.values())
     found = [wish for card in dict.fromkeys(cards) for model in chosen for wish in _of(model, card)]
     if not found:
-        raise InstallError(
-            t("None of these models fits one of these GPUs."), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("atoll presets --gpu NAME shows what fits."),
-        )
+        raise usage_error(t("None of these models fits one of these GPUs."),
+                          t("atoll presets --gpu NAME shows what fits."))  # fmt: skip
     return found
 
 

@@ -18,8 +18,8 @@ from appliance.service.presets.resolve import Preset
 from appliance.service.tuning.knobs import engine_config
 from engine.config import EngineConfig
 from engine.plan import native_context
-from installer.base.errors import ExitCode, InstallError
-from installer.base.i18n import Text, t
+from installer.base.errors import usage_error
+from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
 from installer.release import release
@@ -118,8 +118,7 @@ class Board:
         """The four settings, as `atoll.toml` has them. Raises InstallError (usage) for what does not fit."""
         seen = self.seen(knobs)
         if seen.planned is None:
-            raise InstallError(seen.fits, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-                               hint=seen.helps[0] if seen.helps else "")  # fmt: skip
+            raise usage_error(seen.fits, seen.helps[0] if seen.helps else "")
         numbers = seen.planned.numbers
         return {"max-model-len": numbers["max_model_len"], "max-num-seqs": numbers["max_num_seqs"],
                 "gpu-memory-utilization": knobs.gpu_memory_utilization, "kv-cache-dtype": knobs.kv_cache_dtype}
@@ -132,10 +131,8 @@ def boards(layout: Layout, answers: PresetAnswers) -> list[Board]:
     """One for each installed model. Loads PyTorch. Raises InstallError."""
     committed = history_of(layout).committed
     if committed is None:
-        raise InstallError(
-            t("Nothing is installed yet, so there is nothing to tune."), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("Install first: atoll checklist run"),
-        )  # fmt: skip
+        raise usage_error(t("Nothing is installed yet, so there is nothing to tune."),
+                          t("Install first: atoll checklist run"))  # fmt: skip
     gpus = machine_facts(layout).gpus
     found = []
     for bundle in release.bundles_of(committed):
@@ -174,15 +171,11 @@ def _check(knobs: Knobs, longest: int) -> None:
               (t("Users at once"), knobs.sequences, MOST_USERS))  # fmt: skip
     for title, value, most in limits:
         if value is not None and not 1 <= value <= most:
-            raise _wrong(t("{title}: a whole number from 1 to {most}.", title=title, most=f"{most:,}"))
+            raise usage_error(t("{title}: a whole number from 1 to {most}.", title=title, most=f"{most:,}"))
     if not LEAST_SHARE <= knobs.gpu_memory_utilization <= MOST_SHARE:
-        raise _wrong(t("GPU memory share: a number from {least} to {most}.", least=LEAST_SHARE, most=MOST_SHARE))
+        raise usage_error(t("GPU memory share: a number from {least} to {most}.", least=LEAST_SHARE, most=MOST_SHARE))
     if knobs.kv_cache_dtype not in PRECISIONS:
-        raise _wrong(t("KV precision: auto, fp8 or int8."))
-
-
-def _wrong(message: Text) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."))
+        raise usage_error(t("KV precision: auto, fp8 or int8."))
 
 
 def _parts(found: Planned) -> tuple[Part, ...]:

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.errors import AtollError
 from engine.plan import PlannedGpu, plan_engine
 from engine.server.settings.commands import model_config, parse_serve
-from installer.base.errors import ExitCode, InstallError, usage_error
+from installer.base.errors import usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 
@@ -56,10 +56,7 @@ def engine_config(layout: Layout, instance: str) -> EngineConfig:
             return model_config(instance, layout.config)
         return parse_serve(["--config", str(layout.config)]).engine
     except AtollError as error:
-        raise InstallError(
-            error.message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-            hint=error.hint or t("Correct it in {path}.", path=layout.config),
-        ) from error
+        raise usage_error(error.message, error.hint or t("Correct it in {path}.", path=layout.config)) from error
 
 
 def normal(settings: Mapping[str, Any]) -> dict[str, Any]:

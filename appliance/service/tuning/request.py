@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 from installer.base.timeouts import START_TIMEOUT
 
@@ -50,10 +50,6 @@ def seconds_of(text: str, flag: str = "--budget") -> float:
     """Seconds of 90s, 10m, 1.5h or a plain number. Raises InstallError (usage)."""
     found = _DURATION.fullmatch(text.strip().lower())
     if found is None or not LEAST_BUDGET <= (seconds := float(found[1]) * _SECONDS[found[2]]) <= MOST_BUDGET:
-        raise InstallError(
-            t("{flag} {value} cannot be used.", flag=flag, value=text[:40]),
-            exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."),
-            hint=t("Give a time from 30s to 24h, such as 10m."),
-        )
+        raise usage_error(t("{flag} {value} cannot be used.", flag=flag, value=text[:40]),
+                          t("Give a time from 30s to 24h, such as 10m."))  # fmt: skip
     return seconds

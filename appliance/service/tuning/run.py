@@ -26,7 +26,7 @@ from appliance.service.tuning.request import MOST_TRIALS, TuneRequest
 from appliance.service.tuning.score import beats
 from appliance.service.tuning.search import Failure, Position, Space, Trial, best_of, propose
 from engine.errors import KILLED, OUT_OF_MEMORY
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.messages import decode, encode
@@ -90,11 +90,10 @@ class Tuning:
                 self.frontend.note(t("{name} stays at {value}: {why}.", name=pinned.name,
                                      value=advice.shown(pinned.value), why=pinned.why))  # fmt: skip
         if not self.space.knobs:
-            raise InstallError(
-                t("There is nothing to tune: every setting is fixed."), exit_code=ExitCode.USAGE,
-                changed=t("Nothing was changed."),
-                hint=t("Remove your own values from {path}, or name settings that may change: --only max-num-seqs",
-                       path=self.layout.config),
+            raise usage_error(
+                t("There is nothing to tune: every setting is fixed."),
+                t("Remove your own values from {path}, or name settings that may change: --only max-num-seqs",
+                  path=self.layout.config),
             )
         self._open_session()
 

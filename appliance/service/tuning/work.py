@@ -16,7 +16,7 @@ from appliance.service.tuning.measure import LoadDriver, parse_target, profile_c
 from appliance.service.tuning.records import Records
 from appliance.service.tuning.request import TuneRequest
 from appliance.service.tuning.run import Tuning
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.lock import refuse_if_busy
@@ -79,10 +79,10 @@ def reset_work(given: dict[str, Any], layout: Layout) -> Work:
                 instance = trial.model.instance
                 before = records.original(events.records, instance)
                 if not before:
-                    raise InstallError(
+                    raise usage_error(
                         t("No setting of {model} was tuned, so there is nothing to go back to.", model=instance),
-                        exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint="atoll tune show",
-                    )  # fmt: skip
+                        "atoll tune show",
+                    )
                 frontend.step(t("settings"), "begin")
                 seconds = trial.start_with(before)
                 frontend.step(t("settings"), "done", t("ready in {seconds:.1f} s", seconds=seconds))

@@ -9,7 +9,7 @@ from typing import Any
 
 from appliance.load.target import Target
 from installer.access import api_keys
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
@@ -98,10 +98,7 @@ def of_installation(
     """This installation, with a separate API key that is removed afterwards. Raises InstallError."""
     committed = history_of(layout).committed
     if committed is None:
-        raise InstallError(
-            t("Nothing is installed that could be verified."), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("Install first: atoll checklist run"),
-        )  # fmt: skip
+        raise usage_error(t("Nothing is installed that could be verified."), t("Install first: atoll checklist run"))
     endpoint = config.standing(layout)
     text = config.read_text(layout.config)
     tables = config.model_tables(text, layout.config) if layout.system else {}
