@@ -1,9 +1,9 @@
 """Which GPU kernels a medium carries: those of the presets' models with their flags, on the GPUs that presets know."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from appliance.service.model_config import read_config
 from appliance.service.presets.catalogue import GpuModel, Model, catalogue, find_card, find_model
 from appliance.service.presets.resolve import Preset, find, names
 from engine.plan import shipped_shape
@@ -46,7 +46,7 @@ def _model(name: str) -> Model | Path:
 def _of(model: Model | Path, card: GpuModel) -> list[Wish]:
     """One wish for each format that `card` may run the model in."""
     if isinstance(model, Path):
-        quantized = "quantization_config" in json.loads((model / "config.json").read_text("utf-8"))
+        quantized = "quantization_config" in read_config(model)
         return [Wish(model, card.name, flags) for flags in ((), ("--quantization", "fp8"))[: 1 if quantized else 2]]
     return _of_presets(model, card)
 

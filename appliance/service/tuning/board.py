@@ -6,9 +6,9 @@ is written here: `settings` are what the step "tune" will set.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from appliance.service.facts import machine_facts
+from appliance.service.model_config import read_config
 from appliance.service.planning import model_and_gpu, planner
 from appliance.service.planning.planner import MOST_TOKENS, MOST_USERS, Knobs, Planned
 from appliance.service.presets.answers import PresetAnswers
@@ -25,8 +25,6 @@ from installer.operate.lifecycle import history_of
 from installer.release import release
 
 Setting = dict[str, int | float | str | bool]
-FLAGS = {"context": "max-model-len", "sequences": "max-num-seqs", "gpu_memory_utilization": "gpu-memory-utilization",
-         "kv_cache_dtype": "kv-cache-dtype"}  # fmt: skip
 PRECISIONS = ("auto", "fp8", "int8")
 LEAST_SHARE, MOST_SHARE = 0.05, 1.0
 _TITLES = {
@@ -155,14 +153,8 @@ def board_of(
         return Board(name, title, directory, None, knobs)
     if (found := planner.plan(directory, card, knobs)) is not None:
         knobs = replace(knobs, context=found.context, sequences=found.numbers["max_num_seqs"])
-    chosen = choose(name, _config_of(directory), card, answers, {}, {})
+    chosen = choose(name, read_config(directory), card, answers, {}, {})
     return Board(name, title, directory, card, knobs, chosen.preset, "" if chosen.preset else chosen.finding.observed)
-
-
-def _config_of(directory: Path) -> Any:
-    import json
-
-    return json.loads((directory / "config.json").read_text("utf-8"))
 
 
 def _check(knobs: Knobs, longest: int) -> None:

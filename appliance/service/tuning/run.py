@@ -31,6 +31,7 @@ from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.messages import decode, encode
 from installer.operate.settings_trial import SettingsTrial
+from installer.release.config import with_dashes
 
 
 class Tuning:
@@ -106,10 +107,10 @@ class Tuning:
                 return {}
             name = f"{model}/{self.profile.name}"
             try:
-                return preset_values(find_preset(name, card).argv)
+                return preset_values(find_preset(name, card))
             except InstallError:  # it does not fit here, so no search has started from it
                 return {}
-        return preset_values(find_preset(name, card).argv)
+        return preset_values(find_preset(name, card))
 
     def _open_session(self) -> None:
         question = self._question()
@@ -134,8 +135,9 @@ class Tuning:
         """Hash of everything that the trials' results depend on."""
         knobs = [[knob.name, list(knob.values), knob.start] for knob in self.space.knobs]
         model = self.trial.model
+        tuned = {knob.name for knob in self.space.knobs}
         rest = {name: value for name, value in self.trial.settings().items()
-                if name.replace("_", "-") not in {knob.name for knob in self.space.knobs}}
+                if name.replace("_", "-") not in tuned}  # fmt: skip
         facts = [self.request.target, self.profile.model_dump(mode="json"), self.request.seconds_of_load, model.digest,
                  model.instance, self.trial.context.target().name, knobs, rest]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -273,8 +275,8 @@ class Tuning:
 
     def _keep(self, position: Position) -> None:
         setting = self.space.setting(position)
-        own = self.trial.own_settings()
-        before = {name: own.get(name, own.get(name.replace("-", "_"))) for name in setting}
+        own = with_dashes(self.trial.own_settings())
+        before = {name: own.get(name) for name in setting}
         self.records.add("keeping", session=self.session.id, model=self.trial.model.instance, setting=setting,
                          before=before)  # fmt: skip
         self.trial.keep(setting=setting, target=self.request.target, by=self.request.by)

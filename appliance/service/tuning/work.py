@@ -23,6 +23,7 @@ from installer.base.lock import refuse_if_busy
 from installer.base.messages import decode
 from installer.base.timeouts import START_TIMEOUT
 from installer.operate.settings_trial import SettingsTrial, recover
+from installer.release.config import with_dashes
 
 
 def run_tuning(
@@ -107,8 +108,8 @@ def set_exactly(
             frontend.step(t("settings"), "begin")
             seconds = trial.start_with(settings)
             frontend.step(t("settings"), "done", t("ready in {seconds:.1f} s", seconds=seconds))
-            own = trial.own_settings()
-            before = {name: own.get(name, own.get(name.replace("-", "_"))) for name in settings}
+            own = with_dashes(trial.own_settings())
+            before = {name: own.get(name) for name in settings}
             events.add("keeping", session="", model=trial.model.instance, setting=dict(settings), before=before)
             trial.keep(setting=dict(settings), by_hand=True)
 
