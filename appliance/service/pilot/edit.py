@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from appliance.service.durations import seconds_in, short_time
 from appliance.service.pilot.check import check
-from appliance.service.pilot.plan import MOST_SECONDS, MOST_STAGES, USER, PilotPlan, Stage, seconds_of
+from appliance.service.pilot.plan import MOST_SECONDS, MOST_STAGES, USER, PilotPlan, Stage
 from installer.base.errors import usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from offline_bundle.text import complaint
 
-_UNITS = (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60))
 _USER = re.compile(USER.replace(r"\z", "$"))
 
 
@@ -54,8 +54,8 @@ def _number(low: float, high: float, unit: str, *, scale: float = 1.0, whole: bo
 
 
 def _duration(text: str) -> float:
-    value = seconds_of(text)
-    if not isinstance(value, float):
+    value = seconds_in(text)
+    if value is None:
         raise ValueError(t("'{text}' is no time; write 90s, 30m, 8h, 5d or 2w", text=text))
     if not 1 <= value <= MOST_SECONDS:
         raise ValueError(t("{text} is impossible: a stage lasts 1 second to 366 days", text=text))
@@ -77,14 +77,6 @@ def _advance(text: str) -> str:
     if text not in ("auto", "manual"):
         raise ValueError(t("write auto or manual"))
     return text
-
-
-def short_time(seconds: float) -> str:
-    """5400.0 -> "90m": as a plan is written."""
-    for unit, size in _UNITS:
-        if seconds >= size and seconds % size == 0:
-            return f"{seconds / size:g}{unit}"
-    return f"{seconds:g}s"
 
 
 def _plain(value: Any) -> str:
