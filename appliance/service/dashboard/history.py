@@ -42,8 +42,8 @@ class History:
                 continue
             alone = Window([row], before, before.at, row.at)
             for name, histogram in _QUANTILES:
-                if (seconds := alone.quantile(histogram, 0.95)) is not None:
-                    self._points[name].append((row.at, 1000 * seconds))
+                if (waited := alone.milliseconds(histogram, 0.95)) is not None:
+                    self._points[name].append((row.at, waited))
             if (kv := alone.most("kv_cache_usage_perc")) is not None:
                 self._points[KV].append((row.at, kv))
 
