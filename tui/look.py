@@ -35,10 +35,6 @@ MARKS = {"green": "✓", "failed": "✗", "running": ">", "stale": "~", "interru
 PLAIN_MARKS = {**MARKS, "green": "v", "failed": "x"}
 PLAIN_SIGNS = str.maketrans({"≥": ">=", "≤": "<=", "→": "->", "×": "x", "–": "-", "…": "...", "°": "", "·": ",",
                              "“": '"', "”": '"', "’": "'"})  # fmt: skip
-STATES = {
-    "open": t("open"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
-    "stale": t("stale"), "green": t("done"),
-}  # fmt: skip
 SHORT = {"gpu": t("GPU"), "model": t("Model"), "install": t("Install"), "tune": t("Tune"), "verify": t("Verify"),
          "pilot": t("Pilot")}  # fmt: skip
 COLOURS = {"green": "green", "failed": "red", "stale": "yellow", "interrupted": "yellow", "running": "cyan",

@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from appliance.service.findings import Finding
-from appliance.service.state import State, StepState
+from appliance.service.state import STATUS_WORDS, State, StepState
 from appliance.service.verification.report.markdown import safe, table
 from installer.base import fs
 from installer.base.i18n import LANGUAGES, t, told
 
-STATUS = {
-    "open": t("not begun"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
-    "stale": t("stale"), "green": t("done"),
-}  # fmt: skip
+STATUS: dict[str, str] = {**STATUS_WORDS, "open": t("not begun")}
 _COLUMNS = (t("Check"), t("Result"), t("Observed"), t("Required"))
 Said = Callable[[object], str]
 

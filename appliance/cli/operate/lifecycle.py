@@ -8,10 +8,11 @@ import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, spoken, told
 from appliance.cli.language.commands import Commands
-from appliance.cli.view.install_view import Terminal, human_bytes, print_result
+from appliance.cli.view.install_view import Terminal, print_result
 from appliance.service import events
 from appliance.service.dashboard import control
 from appliance.service.jobs import spool
+from appliance.service.words import human_bytes
 from installer.audit import log
 from installer.base import journal
 from installer.base.errors import ExitCode, usage_error
