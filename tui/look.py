@@ -1,12 +1,14 @@
 """Marks and colours; the styles are in tui/sheets. A state is a word or a sign first; its colour only repeats it."""
 
 from rich.terminal_theme import TerminalTheme
+from textual.geometry import Size
 from textual.theme import Theme
 
 from appliance.service.findings import Finding
 from appliance.service.words import t
 
 WIDTH, HEIGHT = 80, 24  # the smallest terminal
+TOO_SMALL = t("This terminal is too small: it needs {width} columns and {height} lines.", width=WIDTH, height=HEIGHT)
 
 THEMES = (
     Theme("atoll-dark", primary="#4fb3bf", background="#101418", surface="#101418", panel="#1c242b",
@@ -41,6 +43,10 @@ COLOURS = {"green": "green", "failed": "red", "stale": "yellow", "interrupted": 
            "open": ""}  # fmt: skip
 VERDICTS = {"pass": (t("PASS"), "green"), "info": (t("INFO"), ""), "warn": (t("WARN"), "yellow"),
             "fail": (t("FAIL"), "red"), "waived": (t("WAIV"), "magenta")}  # fmt: skip
+
+
+def is_too_small(size: Size) -> bool:
+    return size.width < WIDTH or size.height < HEIGHT
 
 
 def verdict(finding: Finding) -> str:

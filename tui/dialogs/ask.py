@@ -1,7 +1,5 @@
 """A question with a line to type in, and a text to read."""
 
-from collections.abc import Callable
-
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -10,8 +8,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from appliance.service.words import t
-
-Say = Callable[[str], str]
+from tui.frame.front import Say
 
 
 class Ask(ModalScreen[str | None]):
