@@ -1,7 +1,6 @@
 """The checklist: its current state, and running it from the first step that is not green to the last."""
 
 import secrets
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from installer.base.layout import Layout
 from installer.base.lock import refuse_if_busy
 from installer.base.messages import encode
 from installer.base.timeouts import START_TIMEOUT
+from installer.base.timestamps import new_run_id
 from installer.decide.answers import Answers
 from installer.decide.install_options import InstallOptions, ModelChoice, TlsChoice
 from installer.preflight import CHECKS
@@ -65,8 +65,7 @@ def checklist_work(request: RunRequest, layout: Layout) -> Work:
     """The work of a checklist's job."""
 
     def work(frontend: JobFrontend) -> dict[str, Any]:
-        with Events(layout, "checklist", f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}",
-                    ) as events:  # fmt: skip
+        with Events(layout, "checklist", new_run_id()) as events:
             return _Run(layout, request, frontend, events).run()
 
     return work

@@ -13,6 +13,7 @@ from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import CHOSEN, t
 from installer.base.layout import Layout, code_root
+from installer.base.timestamps import timestamp
 from installer.release.code_tree import code_tree
 from installer.release.release import THIS_CODE
 from installer.service.systemctl import run
@@ -27,7 +28,7 @@ def new_job(layout: Layout, purpose: str, *, kind: str, given: dict[str, Any], i
     unit = _booted(layout)
     spec = {
         "purpose": purpose, "kind": kind, "given": given, "interactive": interactive, "by": log.operator()["user"],
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "prefix": str(layout.prefix),
+        "at": timestamp(), "prefix": str(layout.prefix),
         "system": layout.system, "by_systemd": unit,
     }  # fmt: skip
     return make(layout, spec)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
@@ -24,6 +23,7 @@ from installer.base.errors import usage_error
 from installer.base.i18n import LANGUAGES, t, told
 from installer.base.layout import Layout
 from installer.base.messages import decode
+from installer.base.timestamps import timestamp
 
 STATUS = {
     "open": t("not begun"), "running": t("running"), "passed": t("passed"), "missed": t("goal missed"),
@@ -99,7 +99,7 @@ def sign(layout: Layout, directory: Path, decision: str, by: str, reason: str) -
                               t("Start a new one: atoll pilot start --plan FILE"))  # fmt: skip
         if decision == "go" and not recommends(state) and len(reason) < 3:
             raise usage_error(t("Not every stage has passed; to continue anyway, say why."), t("Add: --reason 'why'"))
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        at = timestamp()
         signed = {"decision": decision, "by": by, "reason": reason[:500], "at": at, **log.operator()}
         written = write(layout, directory, state, signed)
         records.add("signed", decision=decision, by=by, reason=reason[:500], sha256=written.files,

@@ -30,6 +30,7 @@ from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.messages import decode, encode
+from installer.base.timestamps import new_run_id
 from installer.operate.settings_trial import SettingsTrial
 from installer.release.config import with_dashes
 
@@ -60,13 +61,12 @@ class Tuning:
 
     def run(self) -> dict[str, Any]:
         """Returns the result. Raises InstallError, OSError; the settings from before the tuning are in force then."""
-        run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
         request = self.request
         trial = SettingsTrial(self.layout, self.frontend, request.model, start_timeout=request.start_timeout)
         with trial as self.trial:
             if request.fresh:
                 records.mend(self.layout)
-            with Records(self.layout, run) as self.records:
+            with Records(self.layout, new_run_id()) as self.records:
                 self._plan_search()
                 stopped = self._search()
                 return self._conclude(stopped)
