@@ -18,7 +18,7 @@ THEMES = (
     Theme("atoll-contrast", primary="#ffff00", background="#000000", surface="#000000", panel="#202020",
           foreground="#ffffff", success="#00ff00", warning="#ffff00", error="#ff8080", dark=True),
 )  # fmt: skip
-# What "red" and "green" are: readable on each background, also on that of a chosen line.
+# The RGB values of "red", "green" and so on: readable on each background, and on a selected line.
 DARK_COLOURS = TerminalTheme(
     (16, 20, 24), (216, 222, 228),
     [(16, 20, 24), (239, 107, 107), (127, 201, 127), (224, 176, 80), (111, 163, 230), (200, 140, 220), (79, 179, 191),

@@ -27,7 +27,7 @@ class Ask(ModalScreen[str | None]):
             yield Static(Text(self.say(t("Enter answers, Esc leaves it open."))), id="hint")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()  # the fields of the screen below are another matter
+        event.stop()  # the screen below would take it for one of its own fields
         said = event.value.strip()
         if len(said) < self.least:
             short = t("Write at least {count} characters.", count=self.least)

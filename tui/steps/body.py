@@ -49,7 +49,7 @@ class Body(Told, Vertical):
 
     @property
     def is_open(self) -> bool:
-        """Visible, with all its parts. A program that ends mounts nothing more, and takes away what there is."""
+        """Visible, with all its parts mounted: a program that ends unmounts them first."""
         return self.is_mounted and self.display
 
     def open(self) -> None:
@@ -100,7 +100,7 @@ class StepBody(Body):
         return following is not None and following.at_step in ("", self.STEP)
 
     def shown(self) -> list[Finding]:
-        """With the waivers that were given here and no run has taken yet."""
+        """The findings of the running work, if it is this step's; else those of the last run."""
         following = self.front.following
         if self.at_work and following is not None and following.found:
             return following.found

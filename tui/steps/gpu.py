@@ -110,7 +110,7 @@ class GpuBody(StepBody):
 
 
 def alike(gpus: Sequence[GpuDetail]) -> list[list[GpuDetail]]:
-    """Groups of GPUs of which only index, temperature and free memory differ. One that somebody holds stands alone."""
+    """Groups of GPUs that differ only in index, temperature and free memory. A GPU that a process holds is alone."""
     groups: dict[Hashable, list[GpuDetail]] = {}
     for number, gpu in enumerate(gpus):
         key: Hashable = number if gpu.processes else replace(gpu, index=None, temperature=None, memory_free=None)

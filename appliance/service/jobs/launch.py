@@ -118,7 +118,7 @@ def _fork(job: Job, work: Work) -> int:
         errors = os.open(job.path / "log", os.O_WRONLY | os.O_APPEND)
         for fd, stands_for in ((nothing, 0), (nothing, 1), (errors, 2)):
             os.dup2(fd, stands_for)
-        os.closerange(_FIRST_FD, _LAST_FD)  # a pipe of the front must not stay open because the job lives
+        os.closerange(_FIRST_FD, _LAST_FD)  # a running job must not hold the front's pipes open
         code = run_process(job, work)
     finally:
         os._exit(code)

@@ -13,8 +13,11 @@ _E2E, _KV = "e2e_request_latency_seconds", "kv_cache_usage_perc"
 
 
 class Kpi(BaseModel):
-    """Throughputs a second, latencies in milliseconds. `errors`: answers 5xx, and requests that the engine ended with
-    an error; a failed request without a stream is in both, so this is the most that it can be."""
+    """Throughputs a second, latencies in milliseconds.
+
+    `errors`: answers 5xx, and requests that the engine ended with an error. An upper bound: a failed request that was
+    not streamed counts as both.
+    """
 
     seconds: float = 0.0
     requests: float = 0.0

@@ -26,8 +26,8 @@ from offline_bundle.errors import BundleError
 from offline_bundle.model.manifest import BundleManifest
 
 Fit = Literal["fits", "tight", "no", "unknown"]
-TIGHT_USERS = 2           # with fewer full-length users than this it runs, but not for many
-_CPU_SHARE = 0.7          # of the memory that weights may take where a CPU computes
+TIGHT_USERS = 2           # a model that holds fewer full-length users than this is "tight"
+_CPU_SHARE = 0.7          # of main memory that weights may take on a CPU
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The preset of a model that an operator brings: found by the model's shape, for this GPU and the use that was named.
+"""Finds the preset for a model that an operator brings: by the model's shape, this GPU and the named use.
 
     config.json ──► the catalogue's model ──► MODEL/WORKLOAD ──► flags of `atoll serve`, as settings of the instance
 

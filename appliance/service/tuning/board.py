@@ -1,7 +1,7 @@
 """The four knobs of an installed model on one memory budget: what fits, with which reserve, at which expected speed.
 
-A front turns a knob and asks `Board.seen`; the memory planner answers in a millisecond once PyTorch is loaded. Nothing
-is written here: `settings` are what the step "tune" will set.
+A front turns a knob and calls `Board.seen`; the memory planner answers in a millisecond once PyTorch is loaded. Nothing
+is written here: the step "tune" sets `settings`.
 """
 
 from dataclasses import dataclass, replace
@@ -145,7 +145,7 @@ def boards(layout: Layout, answers: PresetAnswers) -> list[Board]:
 def board_of(
     name: str, title: str, directory: Path, card: GpuModel | None, config: EngineConfig, answers: PresetAnswers,
 ) -> Board:  # fmt: skip
-    """With the knobs as the settings have them; what these leave to the engine is as it would choose."""
+    """The board with its knobs at the current settings; a knob that is not set stands where the engine would put it."""
     context = config.max_model_len if isinstance(config.max_model_len, int) else None
     knobs = Knobs(context=context, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
                   gpu_memory_utilization=config.gpu_memory_utilization, sequences=config.max_num_seqs)  # fmt: skip
