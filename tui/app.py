@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import contextvars
 import os
 import signal
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from appliance.service.trouble import Trouble
 from appliance.service.words import CHOSEN, t, told
 from tui import keys, pauses
 from tui.dialogs.ask import Ask, Read
-from tui.dialogs.seat import GiveWay, TakeOver
 from tui.driver import Driver, WithoutColours
 from tui.following import Following, Question
 from tui.frame import places
@@ -31,6 +29,7 @@ from tui.frame.checklist import Checklist
 from tui.frame.front import Front
 from tui.look import DARK_COLOURS, LIGHT_COLOURS, PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
 from tui.menu import Menu
+from tui.operators import Operators
 from tui.parts.bar import PlainScrollBar
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
@@ -66,14 +65,15 @@ class Wizard(App[None]):
         super().__init__(driver_class=Driver, ansi_color=True if plain else None)  # None: as the theme says
         ScrollBar.renderer = PlainScrollBar if plain else ScrollBarRender
         self.desk = Desk(layout)
+        self.operators = Operators(self)
         self._opens_dashboard = dashboard
         self.plain = plain
         self._without_colours = [] if colours else [WithoutColours()]
         self.parting = ""
         self.set_reactive(Wizard.language, language)
         self._signature: object = None
-        self._looked_once = False
         self._drawn_at = 0.0
+        self._dirty = False   # the job has said something that is not drawn yet
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), *self._without_colours]
@@ -105,16 +105,7 @@ class Wizard(App[None]):
         for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):
                 asyncio.get_running_loop().add_signal_handler(name, self.action_leave)
-        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-
-        def somebody_asks(person: Person | None) -> None:
-            loop.call_soon_threadsafe(self._somebody_asks, person, context=context)
-
-        def changed() -> None:
-            self._give_way()
-            loop.call_soon_threadsafe(self._seat_changed, context=context)
-
-        self.desk.sit_down(somebody_asks, changed)
+        self.operators.sit_down()
         self._look(True)
         if self._opens_dashboard:
             self.action_dashboard()
@@ -176,57 +167,6 @@ class Wizard(App[None]):
         """The open pane."""
         return self.checklist.pane.current
 
-    # -- two operators
-
-    def _somebody_asks(self, person: Person | None) -> None:
-        if person is not None:
-            self.push_screen(GiveWay(self.say, person), self._answer_seat)
-        else:
-            for screen in [each for each in self.screen_stack if isinstance(each, GiveWay)]:
-                screen.dismiss(None)
-
-    def _answer_seat(self, yes: bool | None) -> None:
-        if yes is not None and self.desk.seat is not None:
-            self.desk.seat.answer(yes)
-
-    def _give_way(self) -> None:
-        """In the seat's thread: a terminal that hangs must not keep the job from its next front."""
-        following, seat = self.following, self.desk.seat
-        lost = seat is not None and not seat.held and not seat.refused
-        if lost and following is not None and not following.is_watcher:
-            following.hand_over()
-
-    def _seat_changed(self) -> None:
-        """Won, lost, or refused."""
-        seat = self.desk.seat
-        if seat is None:
-            return
-        self.watched = self.desk.somebody_else()
-        if seat.refused:
-            self.note, seat.refused = t("The other operator refused and stays in control."), False
-        elif seat.held:
-            self.note = t("You work here now.")
-            if self.following is not None and self.following.is_watcher:
-                self.following.abandoned, self.following = True, None  # and be the front of the same job
-        else:
-            self.note = t("Another operator works here now. You see everything.")
-            for screen in [each for each in self.screen_stack[1:] if isinstance(each, Ask | Read)]:
-                screen.dismiss(None)
-        self._look(False)
-
-    def action_seat(self) -> None:
-        other = self.desk.somebody_else()
-        if other is None:
-            self.note = t("You are already in control.")
-            return
-
-        def asked(yes: bool | None) -> None:
-            if yes and self.desk.seat is not None:
-                self.desk.seat.ask()
-                self.note = t("Asked. If nobody answers for 60 seconds, you work here.")
-
-        self.push_screen(TakeOver(self.say, other), asked)
-
     # -- the running job
 
     def run_step(self, name: str) -> None:
@@ -251,8 +191,6 @@ class Wizard(App[None]):
         if self._dirty and now - self._drawn_at >= (PLAIN_SECONDS if self.plain else DRAW_SECONDS):
             self._dirty, self._drawn_at = False, now
             self.pulse += 1
-
-    _dirty = False
 
     def _ended(self, following: Following) -> None:
         self.following, self.trouble = None, following.error
@@ -287,6 +225,9 @@ class Wizard(App[None]):
                 self.push_screen(Ask(self.say, question.about), question.reply)
 
     # -- keys
+
+    def action_seat(self) -> None:
+        self.operators.ask_to_take_over()
 
     async def action_forward(self) -> None:
         if self.screen is not self.checklist:

@@ -32,10 +32,10 @@ def register(app: typer.Typer) -> None:
 
 def open_screens(layout: Layout, *, ascii_only: bool = False, dashboard: bool = False) -> None:
     """Run the program until it is left, at the checklist or at the dashboard."""
-    for size in ("COLUMNS", "LINES"):  # a profile may export another terminal's; what lies outside would not be seen
+    for size in ("COLUMNS", "LINES"):  # a profile may export another terminal's size, and the screen would be cut to it
         os.environ.pop(size, None)
     plain = ascii_only or is_plain()
-    if not plain:  # a serial line may take its time between the bytes of one key
+    if not plain:  # on a serial line the bytes of one key may come slowly: keep the default delay
         os.environ.setdefault("ESCDELAY", ESCAPE_MS)
         os.environ.setdefault("TEXTUAL_FPS", FRAMES)
     from tui.app import Wizard

@@ -1,12 +1,14 @@
 """Marks and colours; the styles are in tui/sheets. A state is a word or a sign first; its colour only repeats it."""
 
 from rich.terminal_theme import TerminalTheme
+from textual.geometry import Size
 from textual.theme import Theme
 
 from appliance.service.findings import Finding
 from appliance.service.words import t
 
 WIDTH, HEIGHT = 80, 24  # the smallest terminal
+TOO_SMALL = t("This terminal is too small: it needs {width} columns and {height} lines.", width=WIDTH, height=HEIGHT)
 
 THEMES = (
     Theme("atoll-dark", primary="#4fb3bf", background="#101418", surface="#101418", panel="#1c242b",
@@ -16,7 +18,7 @@ THEMES = (
     Theme("atoll-contrast", primary="#ffff00", background="#000000", surface="#000000", panel="#202020",
           foreground="#ffffff", success="#00ff00", warning="#ffff00", error="#ff8080", dark=True),
 )  # fmt: skip
-# What "red" and "green" are: readable on each background, also on that of a chosen line.
+# The RGB values of "red", "green" and so on: readable on each background, and on a selected line.
 DARK_COLOURS = TerminalTheme(
     (16, 20, 24), (216, 222, 228),
     [(16, 20, 24), (239, 107, 107), (127, 201, 127), (224, 176, 80), (111, 163, 230), (200, 140, 220), (79, 179, 191),
@@ -35,16 +37,16 @@ MARKS = {"green": "✓", "failed": "✗", "running": ">", "stale": "~", "interru
 PLAIN_MARKS = {**MARKS, "green": "v", "failed": "x"}
 PLAIN_SIGNS = str.maketrans({"≥": ">=", "≤": "<=", "→": "->", "×": "x", "–": "-", "…": "...", "°": "", "·": ",",
                              "“": '"', "”": '"', "’": "'"})  # fmt: skip
-STATES = {
-    "open": t("open"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
-    "stale": t("stale"), "green": t("done"),
-}  # fmt: skip
 SHORT = {"gpu": t("GPU"), "model": t("Model"), "install": t("Install"), "tune": t("Tune"), "verify": t("Verify"),
          "pilot": t("Pilot")}  # fmt: skip
 COLOURS = {"green": "green", "failed": "red", "stale": "yellow", "interrupted": "yellow", "running": "cyan",
            "open": ""}  # fmt: skip
 VERDICTS = {"pass": (t("PASS"), "green"), "info": (t("INFO"), ""), "warn": (t("WARN"), "yellow"),
             "fail": (t("FAIL"), "red"), "waived": (t("WAIV"), "magenta")}  # fmt: skip
+
+
+def is_too_small(size: Size) -> bool:
+    return size.width < WIDTH or size.height < HEIGHT
 
 
 def verdict(finding: Finding) -> str:

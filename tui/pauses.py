@@ -1,7 +1,7 @@
-"""Keeps the garbage collector from holding up a key: a look through all objects takes 15 ms, with PyTorch 80 and more.
+"""Keeps the garbage collector from delaying a key: a full collection takes 15 ms, with PyTorch loaded 80 and more.
 
-A full collection waits until nobody types. What is there after PyTorch was loaded, or when a collection has taken long,
-stays for good and is not looked through again.
+Full collections wait until nobody types. Objects that exist once PyTorch is loaded, or after a slow collection, are
+frozen, so that later collections skip them.
 """
 
 import gc
@@ -10,7 +10,7 @@ import time
 
 IDLE_SECONDS = 10.0        # between two full collections
 _QUIET_SECONDS = 1.0       # without a key, before one of them
-_LATEST_SECONDS = 60.0     # however much is typed
+_LATEST_SECONDS = 60.0     # between two of them, even while somebody types
 _LONG_SECONDS = 0.02
 _NEVER = 1_000_000         # young collections before a full one
 _key_at = _collected_at = 0.0
@@ -18,7 +18,7 @@ _is_kept = False
 
 
 def keep_short() -> None:
-    """From here on nothing but `collect_when_quiet` makes a full collection."""
+    """Leave full collections to `collect_when_quiet` from now on."""
     first, second, _ = gc.get_threshold()
     gc.set_threshold(first, second, _NEVER)
 
@@ -29,7 +29,7 @@ def key_came() -> None:
 
 
 def keep_loaded() -> None:
-    """PyTorch's objects stay, once it is there: called after work that loads it."""
+    """Freeze PyTorch's objects. Call it after work that may have loaded PyTorch."""
     global _is_kept
     if not _is_kept and "torch" in sys.modules:
         gc.freeze()

@@ -4,14 +4,9 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from appliance.service.words import t
+from appliance.service.install_words import DEEDS, KINDS
+from appliance.service.words import human_bytes, t
 from tui.frame.front import Say
-
-DEEDS = {"create": t("create"), "replace": t("replace"), "keep": t("keep"), "start": t("start"),
-         "restart": t("restart"), "remove": t("remove")}  # fmt: skip
-KINDS = {"directory": t("directory"), "file": t("file"), "symlink": t("symlink"), "model": t("model"),
-         "process": t("process"), "port": t("port"), "user": t("user"), "group": t("group"),
-         "unit": t("unit")}  # fmt: skip
 
 
 def plan_lines(plan: Any, say: Say) -> str:
@@ -20,20 +15,12 @@ def plan_lines(plan: Any, say: Say) -> str:
     changed = [(say(DEEDS[item.deed]), say(KINDS[item.kind]), item) for item in plan.items if item.deed != "keep"]
     widths = [max((cell_len(row[column]) for row in changed), default=0) for column in (0, 1)]
     for deed, kind, item in changed:
-        more = [human(item.bytes) if item.bytes else "", say(item.note)]
+        more = [human_bytes(item.bytes) if item.bytes else "", say(item.note)]
         head = f"{set_cell_size(deed, widths[0])}  {set_cell_size(kind, widths[1])}  {item.what}"
         lines.append("  ".join(each for each in (head, *more) if each))
     kept = sum(1 for item in plan.items if item.deed == "keep")
-    said = t("{size} to write; {kept} more stay as they are.", size=human(plan.bytes), kept=kept)
+    said = t("{size} to write; {kept} more stay as they are.", size=human_bytes(plan.bytes), kept=kept)
     return "\n".join([*lines, "", say(said)])
-
-
-def human(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from appliance.load.prompts import Request, content_of
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import plain, reason, t
 
 Kind = Literal["custom", "sharegpt"]
@@ -43,12 +43,9 @@ def read_dataset(kind: Kind, path: Path, endpoint: str) -> Dataset:
             raise ValueError(t("it holds no prompt"))
     except (OSError, ValueError, RecursionError) as error:
         why = reason(error) if isinstance(error, OSError) else plain(error)
-        raise InstallError(
-            t("The prompts in {path} cannot be used: {why}.", path=path, why=why), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."),
-            hint=t('custom: a line each, {{"prompt": "…", "output_tokens": 100}}; sharegpt: a JSON list of '
-                   'conversations.'),
-        ) from None
+        raise usage_error(t("The prompts in {path} cannot be used: {why}.", path=path, why=why),
+                          t('custom: a line each, {{"prompt": "…", "output_tokens": 100}}; sharegpt: a JSON list of '
+                            'conversations.')) from None
     return Dataset(entries[:_MOST_ENTRIES])
 
 

@@ -24,7 +24,7 @@ from appliance.load.senders import OpenAISender, Sender
 from appliance.load.slo import Slo
 from appliance.load.statistics import PERCENTILES
 from appliance.load.target import Target
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 
 _PROGRESS_SECONDS = 0.25
@@ -273,8 +273,7 @@ def allow_connections(count: int) -> None:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        raise InstallError(
+        raise usage_error(
             t("{count} clients need more open files than this process may have ({limit}).", count=count, limit=soft),
-            exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-            hint=t("Use fewer clients, or raise the limit: ulimit -n {wanted}", wanted=wanted),
-        )  # fmt: skip
+            t("Use fewer clients, or raise the limit: ulimit -n {wanted}", wanted=wanted),
+        )

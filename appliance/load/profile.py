@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from appliance.load.lengths import Lengths
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import InstallError, usage_error
 from installer.base.i18n import joined, plain, reason, t
 from installer.decide.answers import problems
 
@@ -179,13 +179,9 @@ def _name_of(path: Path) -> str:
 
 
 def _wrong(asked: str, found: list[str]) -> InstallError:
-    return InstallError(
-        t("The traffic profile {name} cannot be used: {names}.", name=asked, names=joined(found, "; ")),
-        exit_code=ExitCode.USAGE,
-        changed=t("Nothing was changed."),
-        hint=t("Built-in profiles are {names}. Print one as an example: atoll bench profiles {first}",
-               names=joined(BUILT_IN), first=BUILT_IN[0]),
-    )
+    return usage_error(t("The traffic profile {name} cannot be used: {names}.", name=asked, names=joined(found, "; ")),
+                       t("Built-in profiles are {names}. Print one as an example: atoll bench profiles {first}",
+                         names=joined(BUILT_IN), first=BUILT_IN[0]))  # fmt: skip
 
 
 def text_of(profile: TrafficProfile) -> str:

@@ -14,7 +14,7 @@ from appliance.load.profile import TrafficProfile
 from appliance.load.slo import Slo
 from appliance.load.statistics import PERCENTILES, Distribution, Timeline
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import plain, reason, t
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -257,10 +257,8 @@ def read_result(path: Path) -> LoadResult:
         return LoadResult.of_json(values)
     except (OSError, ValueError, RecursionError) as error:
         why = reason(error) if isinstance(error, OSError) else plain(error)
-        raise InstallError(
-            t("The result {path} cannot be used: {why}.", path=path, why=why), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("Save one: atoll bench serve --save-result"),
-        ) from None
+        raise usage_error(t("The result {path} cannot be used: {why}.", path=path, why=why),
+                          t("Save one: atoll bench serve --save-result")) from None
 
 
 def save_result(path: Path, values: dict[str, Any], *, append: bool = False) -> None:

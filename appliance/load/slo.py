@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 
 if TYPE_CHECKING:
@@ -46,10 +46,9 @@ def parse_slo(words: list[str]) -> Slo:
     for pair in (part for word in words for part in word.replace(",", " ").split()):
         found = _PAIR.fullmatch(pair.strip().lower())
         if found is None or found["name"] not in Slo.model_fields or float(found["value"]) <= 0:
-            raise InstallError(
-                t("'{pair}' is not a target.", pair=pair), exit_code=ExitCode.USAGE,
-                changed=t("Nothing was changed."),
-                hint=t("Write ttft, tpot, itl or e2el with a limit, such as ttft:500 (milliseconds) or ttft=0.5s."),
-            )  # fmt: skip
+            raise usage_error(
+                t("'{pair}' is not a target.", pair=pair),
+                t("Write ttft, tpot, itl or e2el with a limit, such as ttft:500 (milliseconds) or ttft=0.5s."),
+            )
         limits[found["name"]] = float(found["value"]) * (1000 if found["unit"] == "s" else 1)
     return Slo(**limits)

@@ -18,7 +18,7 @@ from typing import Any
 from appliance.load import outcome as kinds
 from appliance.load.outcome import Outcome
 from appliance.load.prompts import Request, WordCost, content_of, measured_cost, words
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 
 
@@ -75,16 +75,14 @@ class TransformersSender:
         try:
             await asyncio.to_thread(self._load)
         except ImportError:
-            raise InstallError(
-                t("transformers is not installed here."), exit_code=ExitCode.USAGE,
-                changed=t("Nothing was changed."),
-                hint=t("Measure the baseline on a machine that has it, save it, and compare: atoll bench compare A B"),
+            raise usage_error(
+                t("transformers is not installed here."),
+                t("Measure the baseline on a machine that has it, save it, and compare: atoll bench compare A B"),
             ) from None
         except (OSError, ValueError, KeyError) as error:
-            raise InstallError(
+            raise usage_error(
                 t("transformers cannot load {path}: {why}", path=self._dir, why=str(error)[:300]),
-                exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-                hint=t("Name a directory with config.json, tokenizer.json and safetensors: --model DIR"),
+                t("Name a directory with config.json, tokenizer.json and safetensors: --model DIR"),
             ) from None
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()

@@ -86,6 +86,20 @@ class Window:
             lower, below = bound, count
         return lower
 
+    def milliseconds(self, name: str, q: float, **labels: str) -> float | None:
+        """`quantile` of a histogram of seconds, in milliseconds."""
+        seconds = self.quantile(name, q, **labels)
+        return None if seconds is None else seconds * 1000
+
+    def requests_by_status(self) -> dict[str, float]:
+        """Requests to the models, by class of status: 2xx, 4xx, 5xx. Classes without a request are left out."""
+        found: dict[str, float] = {}
+        for handler in ("/v1/chat/completions", "/v1/completions"):
+            for status, count in self.by_label("http_requests", "status", method="POST", handler=handler).items():
+                if count:
+                    found[status] = found.get(status, 0.0) + count
+        return found
+
     def share_below(self, name: str, limit: float, **labels: str) -> float | None:
         """The share of observations up to `limit`, linear within its bucket; None without observations."""
         buckets = self._buckets(name, labels)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from appliance.service.steps import STEPS
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import joined, t
 from installer.decide.answers import Answers, problems, read_answers
 
@@ -49,10 +49,7 @@ def checked(values: dict[str, Any]) -> Answers:
     try:
         return ChecklistAnswers.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise InstallError(
-            joined(problems(error, ChecklistAnswers), "; "), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."),
-        ) from None
+        raise usage_error(joined(problems(error, ChecklistAnswers), "; ")) from None
 
 
 def merged(answers: Answers, learned: dict[str, Any]) -> Answers:

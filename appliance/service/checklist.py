@@ -1,7 +1,6 @@
 """The checklist: its current state, and running it from the first step that is not green to the last."""
 
 import secrets
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from appliance.service.steps import STEPS
 from appliance.service.steps.base import Step, StepJob
 from installer.audit import log
 from installer.base import fs, lock
-from installer.base.errors import ExitCode, InstallError, io_error
+from installer.base.errors import ExitCode, InstallError, io_error, usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.base.lock import refuse_if_busy
 from installer.base.messages import encode
 from installer.base.timeouts import START_TIMEOUT
+from installer.base.timestamps import new_run_id
 from installer.decide.answers import Answers
 from installer.decide.install_options import InstallOptions, ModelChoice, TlsChoice
 from installer.preflight import CHECKS
@@ -65,8 +65,7 @@ def checklist_work(request: RunRequest, layout: Layout) -> Work:
     """The work of a checklist's job."""
 
     def work(frontend: JobFrontend) -> dict[str, Any]:
-        with Events(layout, "checklist", f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}",
-                    ) as events:  # fmt: skip
+        with Events(layout, "checklist", new_run_id()) as events:
             return _Run(layout, request, frontend, events).run()
 
     return work
@@ -167,12 +166,8 @@ class _Run:
         have = derive(self.events.records, None, None, busy=True).waivers
         for name, reason in self.answers.waivers.items():
             if name.partition("@")[0] not in known:  # CHECK@MODEL if several models run
-                raise InstallError(
-                    t("There is no check called '{name}' to waive.", name=name),
-                    exit_code=ExitCode.USAGE,
-                    changed=t("Nothing was changed."),
-                    hint=t("Checks are: {names}.", names=", ".join(sorted(known))),
-                )
+                raise usage_error(t("There is no check called '{name}' to waive.", name=name),
+                                  t("Checks are: {names}.", names=", ".join(sorted(known))))  # fmt: skip
             if name not in have or have[name].reason != reason:
                 self.events.add("waived", finding=name, reason=reason[:MAX_REASON], by=self.by)
 
@@ -224,12 +219,8 @@ def step_called(name: str) -> Step:
     found = next((step for step in STEPS if step.id == name), None)
     if found is not None:
         return found
-    raise InstallError(
-        t("The checklist has no step called {name}.", name=name),
-        exit_code=ExitCode.USAGE,
-        changed=t("Nothing was changed."),
-        hint=t("Its steps: {names}.", names=joined(step.id for step in STEPS)),
-    )
+    raise usage_error(t("The checklist has no step called {name}.", name=name),
+                      t("Its steps: {names}.", names=joined(step.id for step in STEPS)))  # fmt: skip
 
 
 def last_answers(layout: Layout) -> Answers:

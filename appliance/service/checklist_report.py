@@ -1,27 +1,24 @@
 """The report of the whole checklist: how each step stands, what it found, who accepted and waived what."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from appliance.service.findings import Finding
-from appliance.service.state import State, StepState
+from appliance.service.state import STATUS_WORDS, State, StepState
 from appliance.service.verification.report.markdown import safe, table
 from installer.base import fs
 from installer.base.i18n import LANGUAGES, t, told
+from installer.base.timestamps import timestamp
 
-STATUS = {
-    "open": t("not begun"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
-    "stale": t("stale"), "green": t("done"),
-}  # fmt: skip
+STATUS: dict[str, str] = {**STATUS_WORDS, "open": t("not begun")}
 _COLUMNS = (t("Check"), t("Result"), t("Observed"), t("Required"))
 Said = Callable[[object], str]
 
 
 def write(state: State, directory: Path, name: str = "atoll-report") -> list[Path]:
     """Markdown in both languages and JSON, each whole or not at all, readable by this user alone. Raises OSError."""
-    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    at = timestamp()
     texts = {f"{name}.{language}.md": "\n".join(_markdown(state, at, language)) + "\n" for language in LANGUAGES}
     texts[f"{name}.json"] = json.dumps({"at": at, **state.to_json()}, ensure_ascii=False, indent=1, default=str) + "\n"
     for file, text in texts.items():

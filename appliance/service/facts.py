@@ -114,7 +114,7 @@ class Survey:
         )
 
     def _of_what_is_installed(self) -> None:
-        """The medium was removed: what it held is in the store."""
+        """Without the medium, take the installed models: the store still holds them."""
         with contextlib.suppress(InstallError):
             here = release.bundles_of(release.read_info(self.layout, release.live(self.layout) or ""))
             kept = [ModelChoice(name=bundle["instance"]) for bundle in here]

@@ -1,4 +1,4 @@
-"""What a person wants to know of each GPU before trusting it with work: memory, health, limits, who else is on it."""
+"""Each GPU in detail, for a person who decides whether to use it: memory, health, limits, other processes on it."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a checklist run is asked to do."""
+"""The request of a checklist run."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class RunRequest(BaseModel):
-    """`steps`: exactly these, even if they are done; none: all from the first that is not. `answers_file` is written
-    back to after the run."""
+    """`steps`: run exactly these, even if they are done; empty: run all from the first that is not done. The run writes
+    its decisions back into `answers_file`."""
 
     model_config = ConfigDict(frozen=True)
 

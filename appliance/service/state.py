@@ -16,6 +16,10 @@ from installer.base.messages import decode
 from installer.decide.answers import Answers
 
 Status = Literal["open", "running", "interrupted", "failed", "stale", "green"]
+STATUS_WORDS: Mapping[str, str] = {
+    "open": t("open"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
+    "stale": t("stale"), "green": t("done"),
+}  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from installer.audit import log
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
+from installer.base.timestamps import timestamp
 
 _ANSWER = re.compile(r"([A-Za-z0-9.+-]+)@([0-9a-fA-F]{8,64})(?::(.*))?\Z")
 REFERENCE = range(3, 121)  # characters
@@ -152,5 +152,5 @@ def record(approvals_path: Path, audit_path: Path, approval: Approval) -> None:
 
 def approve(request: LicenceRequest, bundle_digest: str, how: str, reference: str = "") -> Approval:
     """An acceptance made now by this person; `record` makes it lasting."""
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    when = timestamp()
     return Approval(request.spdx, request.sha256, bundle_digest, how, log.operator(), when, reference)

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import reason, t
 from installer.base.layout import Layout
+from installer.base.timestamps import timestamp
 from installer.release import release
 from offline_bundle.errors import BundleError
 from offline_bundle.signing import revoked_keys as store
@@ -169,7 +169,7 @@ def revoke(layout: Layout, fingerprint: str, why: str) -> bool:
             log.append(layout.audit, "key-revoked", fingerprint=fingerprint, reason=why,
                          files=[path.name for path in files])  # fmt: skip
         if new:
-            at, by = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), str(log.operator()["user"])
+            at, by = timestamp(), str(log.operator()["user"])
             gone[fingerprint] = {"fingerprint": fingerprint, "at": at, "by": by, "reason": why}
             listed = sorted(gone.values(), key=lambda entry: (entry.get("at", ""), entry["fingerprint"]))
             content = {"schema_version": 1, "revoked": listed}

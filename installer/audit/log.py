@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from installer.audit import anchor
 from installer.audit.head import GENESIS, Head
 from installer.base import fs
 from installer.base.i18n import t
+from installer.base.timestamps import timestamp
 
 MAX_LOG = 64 << 20  # bytes; about 200,000 records
 
@@ -115,7 +115,7 @@ def append(path: Path, event: str, **data: Any) -> Head:
             except (ValueError, KeyError, TypeError):
                 previous = hashlib.sha256(lines[-1]).hexdigest()
         record: dict[str, Any] = {
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "at": timestamp(),
             "event": event,
             "who": operator(),
             **data,

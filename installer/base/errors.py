@@ -65,8 +65,8 @@ class InstallError(Exception):
         }
 
 
-def usage_error(message: str, hint: str) -> InstallError:
-    """An InstallError for something that cannot be done as it was asked for."""
+def usage_error(message: str, hint: str = "") -> InstallError:
+    """An InstallError (usage) for a request that is refused before anything was changed."""
     return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)
 
 

@@ -8,7 +8,6 @@ ours: nothing continues until somebody has looked and run `repair`, which keeps 
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
 from installer.base.messages import with_ids
+from installer.base.timestamps import compact_timestamp, timestamp
 
 Record = dict[str, Any]
 
@@ -98,7 +98,7 @@ class Journal:
         (OSError), it was never recorded."""
         record: Record = {
             "n": self.records[-1]["n"] + 1 if self.records else 1,
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "at": timestamp(),
             "run": self.run,
             "event": event,
             **with_ids(data),
@@ -155,7 +155,7 @@ def repair(path: Path) -> str | None:
     found = replay(path)
     if not found.damaged_lines:
         return None
-    copy = path.with_name(f"journal.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.jsonl")
+    copy = path.with_name(f"journal.damaged-{compact_timestamp()}.jsonl")
     fs.write_atomic(copy, path.read_bytes(), 0o600)
     fs.write_atomic(path, b"".join(_line(record) for record in found.records), 0o600)
     lines = ", ".join(str(number) for number in found.damaged_lines)

@@ -30,7 +30,7 @@ def fingerprints(context: Context) -> dict[str, str]:
         for name in context.names
     }
     gateway = config.parse(context.config_text, layout.config, "gateway")
-    served = {name: {key.replace("_", "-"): value for key, value in table.items()} for name, table in tables.items()}
+    served = {name: config.with_dashes(table) for name, table in tables.items()}
     certificate = config.read_text(layout.server_cert)
     found[GATEWAY] = _hash(code, texts.get(units.GATEWAY), gateway, certificate)
     found[MODELS] = _hash({name: [table.get(key) for key in _SERVED] for name, table in served.items()})

@@ -1,4 +1,5 @@
-"""Bring the catalogue up to date: extract texts, merge them into atoll.po, compile atoll.mo. For developers (Babel)."""
+"""Bring the catalogues up to date, one for each language directory beside this file: extract the texts, merge them into
+atoll.po, compile atoll.mo. For developers (Babel)."""
 
 import ast
 import io
@@ -8,6 +9,7 @@ from contextlib import redirect_stdout, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from babel import Locale
 from babel.messages import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
@@ -17,8 +19,8 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 ROOMS = ("appliance", "engine", "installer", "offline_bundle", "tui")
 MARKS = ("t", "msg", "foreign")
-PO = HERE / "ko/LC_MESSAGES/atoll.po"
 MEDIUM = ROOT / "offline_bundle/medium"
+OF_INSTALL_SH = {"ko": MEDIUM / "korean.py"}   # the languages that install.sh speaks
 
 
 def extracted() -> Catalog:
@@ -73,47 +75,70 @@ def help_of(program: Callable[[list[str]], object]) -> set[str]:
     return found
 
 
-def words_of_install_sh(catalogue: Catalog) -> str:
-    """The text of offline_bundle/medium/korean.py: install.sh runs where no catalogue is installed yet."""
+def words_of_install_sh(catalogue: Catalog, language: str) -> str:
+    """A Python module with the words of install.sh, which runs where no catalogue is installed yet."""
     from offline_bundle.medium.scripts import part_paths
 
     wanted = set().union(*(literals(path) for path in part_paths()), literals(ROOT / "offline_bundle/text.py"))
     known = {str(message.id): str(message.string) for message in catalogue if message.id in wanted and message.string}
     lines = [f"    {source!r}: {known[source]!r},\n" for source in sorted(known)]
-    about = '"""What install.sh says, in Korean. Made by installer/locale/update.py from the catalogue: edit that."""'
-    return f"# ruff: noqa: E501\n{about}\n\nKOREAN = {{\n{''.join(lines)}}}\n"
+    name = name_of(language)
+    about = f'"""What install.sh says, in {name}. Made by installer/locale/update.py from the catalogue: edit that."""'
+    return f"# ruff: noqa: E501\n{about}\n\n{name.upper()} = {{\n{''.join(lines)}}}\n"
 
 
-def current() -> Catalog:
-    with PO.open("rb") as file:
-        return read_po(file, locale="ko")
+def languages() -> list[str]:
+    """The languages that have a directory here."""
+    return sorted(path.parent.name for path in HERE.glob("*/LC_MESSAGES"))
 
 
-def write(catalogue: Catalog) -> None:
+def name_of(language: str) -> str:
+    """In English."""
+    return str(Locale.parse(language).get_language_name("en"))
+
+
+def current(path: Path, language: str) -> Catalog:
+    """The catalogue as it is; an empty one for a new language."""
+    if not path.exists():
+        return Catalog(locale=language)
+    with path.open("rb") as file:
+        return read_po(file, locale=language)
+
+
+def write(catalogue: Catalog, path: Path, language: str) -> None:
     """atoll.po, with a header that does not change from day to day."""
-    header = "# Atoll's Korean texts. Made by installer/locale/update.py; the translations are written here by hand.\n"
+    header = (f"# Atoll's {name_of(language)} texts. Made by installer/locale/update.py; the translations are written "
+              "here by hand.\n")  # fmt: skip
     for message in catalogue:
         message.flags.discard("fuzzy")
     buffer = io.BytesIO()
     write_po(buffer, catalogue, sort_output=True, omit_header=True, width=110, include_lineno=False)
-    start = 'msgid ""\nmsgstr ""\n"Language: ko\\n"\n"Content-Type: text/plain; charset=utf-8\\n"\n\n'
-    PO.write_bytes((header + start).encode() + buffer.getvalue())
+    start = f'msgid ""\nmsgstr ""\n"Language: {language}\\n"\n"Content-Type: text/plain; charset=utf-8\\n"\n\n'
+    path.write_bytes((header + start).encode() + buffer.getvalue())
+
+
+def update(language: str, fresh: Catalog) -> int:
+    """Bring one language up to date. Returns the number of texts that have no translation yet."""
+    path = HERE / language / "LC_MESSAGES/atoll.po"
+    catalogue = current(path, language)
+    catalogue.update(fresh, no_fuzzy_matching=True)
+    catalogue.obsolete.clear()
+    write(catalogue, path, language)
+    catalogue.creation_date = catalogue.revision_date = datetime(2026, 1, 1, tzinfo=UTC)  # the same file every day
+    with path.with_suffix(".mo").open("wb") as file:
+        write_mo(file, catalogue)
+    if language in OF_INSTALL_SH:
+        OF_INSTALL_SH[language].write_text(words_of_install_sh(catalogue, language), "utf-8")
+    empty = [message.id for message in catalogue if message.id and not message.string]
+    for text in empty:
+        print(f"no {name_of(language)} yet: {text}")
+    print(f"{language}: {len(catalogue)} texts, {len(empty)} without a translation")
+    return len(empty)
 
 
 def main() -> int:
-    fresh, catalogue = extracted(), current() if PO.exists() else Catalog(locale="ko")
-    catalogue.update(fresh, no_fuzzy_matching=True)
-    catalogue.obsolete.clear()
-    write(catalogue)
-    catalogue.creation_date = catalogue.revision_date = datetime(2026, 1, 1, tzinfo=UTC)  # the same file every day
-    with PO.with_suffix(".mo").open("wb") as file:
-        write_mo(file, catalogue)
-    (MEDIUM / "korean.py").write_text(words_of_install_sh(catalogue), "utf-8")
-    empty = [message.id for message in catalogue if message.id and not message.string]
-    for text in empty:
-        print(f"no Korean yet: {text}")
-    print(f"{len(catalogue)} texts, {len(empty)} without a translation")
-    return 1 if empty else 0
+    fresh = extracted()
+    return 1 if sum(update(language, fresh) for language in languages()) else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ this fails: an unproven release is better than none.
 
 import contextlib
 import sys
-import time
 
 from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
@@ -15,6 +14,7 @@ from installer.base.journal import History, Journal, intact
 from installer.base.layout import Layout
 from installer.base.lock import InstallLock
 from installer.base.recovery_mark import unmark
+from installer.base.timestamps import compact_timestamp
 from installer.decide.context import Context
 from installer.decide.frontend import Unattended
 from installer.decide.install_options import InstallOptions
@@ -58,7 +58,7 @@ def _settle(layout: Layout, service: SystemdService) -> str:
     if not (layout.releases / previous / "bin/atoll").is_file():
         raise InstallError(f"The release before, {previous}, is not on the disk any more.", exit_code=ExitCode.IO)
     listened = config.read_text(layout.units / units.SOCKET)
-    journal = Journal(f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-settle", intact(layout.journal))
+    journal = Journal(f"{compact_timestamp()}-settle", intact(layout.journal))
     journal.open(layout.journal)
     try:
         context = Context(InstallOptions(prefix=layout.prefix), layout, Unattended(), service, (), journal, history)

@@ -12,7 +12,6 @@ has `units`.
 
 import contextlib
 import os
-import secrets
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from installer.base.i18n import t
 from installer.base.journal import History, Journal, intact
 from installer.base.layout import Layout
 from installer.base.lock import InstallLock, ignore_hangup
+from installer.base.timestamps import new_run_id
 from installer.decide.context import Context, Step, as_install_error
 from installer.decide.frontend import Frontend
 from installer.decide.install_options import InstallOptions
@@ -102,7 +102,7 @@ class Journalled:
 
     def _context(self) -> Context:
         past = intact(self.layout.journal)
-        journal = Journal(f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}", past)
+        journal = Journal(new_run_id(), past)
         journal.add("run", command=self.purpose, pid=os.getpid())
         tools = (self.frontend, self.service, self.release_command, journal)
         return Context(self.options, self.layout, *tools, History(past), len(past))

@@ -48,11 +48,18 @@ def signed_config(bundle: Path, manifest: BundleManifest) -> Any:
         return None
 
 
+def text_config(config: Any) -> dict[str, Any]:
+    """The part about text, if the model has others too. Empty if `config` is no configuration."""
+    if not isinstance(config, dict):
+        return {}
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
 def of_config(config: Any) -> int:
     """Rows × layers × numbers per row and layer × the size of the dtype that the weights are used in."""
     outer: Mapping[str, Any] = config if isinstance(config, dict) else {}
-    text = outer.get("text_config")
-    inner: Mapping[str, Any] = text if isinstance(text, dict) else outer
+    inner = text_config(config)
     named = outer.get("architectures")
     known = isinstance(named, list) and any(name in _ARCHITECTURES for name in named)
     size = 1

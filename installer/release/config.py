@@ -73,6 +73,11 @@ def parse(text: str, path: Path, table: str = "serve") -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def with_dashes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with one spelling of each key: an operator may write a flag with dashes or underscores."""
+    return {name.replace("_", "-"): value for name, value in settings.items()}
+
+
 def endpoint(text: str | None, path: Path, *, system: bool = False) -> Endpoint:
     """The address in the settings, or the default of this form."""
     table = parse(text, path, "gateway" if system else "serve") if text else {}

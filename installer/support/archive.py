@@ -23,6 +23,7 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
+from installer.base.timestamps import compact_timestamp, timestamp
 from installer.support import items as support_items
 from installer.support.items import Item
 from installer.support.redact import Addresses, looks_secret, secrets_out
@@ -106,7 +107,7 @@ def make(
         said(taken)
     manifest = {
         "schema_version": 1,
-        "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "made_at": timestamp(),
         "addresses_redacted": redact_addresses,
         "members": [asdict(taken) for taken in bundle.members],
     }
@@ -119,7 +120,7 @@ def make(
 
 def default_name() -> str:
     host = "".join(c for c in socket.gethostname() if c.isalnum() or c == "-")[:32] or "host"
-    return f"atoll-support-{host}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.tar.gz"
+    return f"atoll-support-{host}-{compact_timestamp()}.tar.gz"
 
 
 def _cleaner(layout: Layout, redact_addresses: bool) -> Callable[[str], str]:

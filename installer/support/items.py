@@ -19,6 +19,7 @@ from installer.base import fs
 from installer.base.i18n import t
 from installer.base.journal import replay
 from installer.base.layout import Layout
+from installer.base.timestamps import timestamp
 from installer.operate.status import status
 from installer.preflight import PreflightContext, run_checks
 from installer.preflight.report import report
@@ -91,7 +92,7 @@ def private_parts(layout: Layout) -> list[bytes]:
 def _about(layout: Layout) -> dict[str, Any]:
     name = release.live(layout)
     return {
-        "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "taken_at": timestamp(),
         "by_uid": os.getuid(),
         "atoll": release.code_version(),
         "form": "system" if layout.system else "prefix",
@@ -199,7 +200,7 @@ def _tree(path: Path, prefix: Path, depth: int) -> Iterator[str]:
     except OSError as error:
         yield f"{path.relative_to(prefix)}  {error.strerror}"
         return
-    changed = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.st_mtime))
+    changed = timestamp(info.st_mtime)
     line = f"{stat.filemode(info.st_mode)} {info.st_uid}:{info.st_gid} {info.st_size:>13} {changed} "
     yield line + str(path.relative_to(prefix))
     if not stat.S_ISDIR(info.st_mode):

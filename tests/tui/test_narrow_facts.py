@@ -18,10 +18,11 @@ from appliance.service.facts import GpuFact
 from appliance.service.findings import made
 from appliance.service.gpu_details import GpuDetails
 from appliance.service.pilot.board import PilotBoard, StageSeen
+from appliance.service.state import STATUS_WORDS
 from appliance.service.words import t
 from installer.base.i18n import told
 from tui.following import Following
-from tui.look import SHORT, STATES
+from tui.look import SHORT
 from tui.parts.trials import Trials
 from tui.steps import gpu
 from tui.steps.gpu import alike
@@ -47,7 +48,7 @@ async def test_what_changed_marks_the_later_steps_stale(
 ) -> None:
     desk.run()
     app = opened(desk, language)
-    stale = f"~ {told(STATES['stale'], language)}"
+    stale = f"~ {told(STATUS_WORDS['stale'], language)}"
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.standing is not None)
         await until(pilot, lambda: set(marks(app).values()) == {"✓"}, 10)

@@ -24,7 +24,7 @@ from tui.dialogs.form import Pick
 from tui.frame.front import Front, Key, Told
 from tui.frame.header import Header
 from tui.frame.key_bar import KeyBar, NoteLine
-from tui.look import HEIGHT, WIDTH
+from tui.look import TOO_SMALL, is_too_small
 from tui.parts.plot import Plot
 from tui.texts import long_time
 
@@ -169,10 +169,9 @@ class Dashboard(Told, Screen[None]):
     def draw(self) -> None:
         if not self.is_mounted:
             return
-        small = self.size.width < WIDTH or self.size.height < HEIGHT
+        small = is_too_small(self.size)
         self.set_class(small, "small")
-        need = t("This terminal is too small: it needs {width} columns and {height} lines.", width=WIDTH, height=HEIGHT)
-        self._put("small", Text(self.say(need)))
+        self._put("small", Text(self.say(TOO_SMALL)))
         self.query_one(KeyBar).keys = self._keys()
         self.query_one(NoteLine).note = self._note
         seen = self.seen
@@ -372,9 +371,7 @@ class Dashboard(Told, Screen[None]):
             self.app.call_from_thread(self._done, said)
 
     def _seat(self) -> None:
-        other = self.front.watched
-        self.query_one(Header).mark = (
-            t("{user} ({origin}) works here", user=other.user, origin=other.origin) if other is not None else "")
+        self.query_one(Header).show_operator(self.front.watched)
 
     def _news(self, note: str) -> None:
         """What the program has to say, such as who works here."""

@@ -1,7 +1,5 @@
 """A question with a line to type in, and a text to read."""
 
-from collections.abc import Callable
-
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -10,8 +8,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from appliance.service.words import t
-
-Say = Callable[[str], str]
+from tui.frame.front import Say
 
 
 class Ask(ModalScreen[str | None]):
@@ -30,7 +27,7 @@ class Ask(ModalScreen[str | None]):
             yield Static(Text(self.say(t("Enter answers, Esc leaves it open."))), id="hint")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()  # the fields of the screen below are another matter
+        event.stop()  # the screen below would take it for one of its own fields
         said = event.value.strip()
         if len(said) < self.least:
             short = t("Write at least {count} characters.", count=self.least)

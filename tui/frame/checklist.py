@@ -15,7 +15,7 @@ from tui.frame.header import Header
 from tui.frame.key_bar import KeyBar, NoteLine
 from tui.frame.pane import Pane
 from tui.frame.rail import Rail
-from tui.look import HEIGHT, WIDTH
+from tui.look import TOO_SMALL, is_too_small
 from tui.steps.body import Body
 
 
@@ -61,9 +61,7 @@ class Checklist(Told, Screen[None]):
         await self.pane.open(position)
 
     def _watched(self) -> None:
-        other = self.front.watched
-        self.query_one(Header).mark = (
-            t("{user} ({origin}) works here", user=other.user, origin=other.origin) if other is not None else "")
+        self.query_one(Header).show_operator(self.front.watched)
         self._tell_keys()
 
     def _notes(self) -> None:
@@ -91,6 +89,5 @@ class Checklist(Told, Screen[None]):
         self._fits()
 
     def _fits(self) -> None:
-        self.set_class(self.size.width < WIDTH or self.size.height < HEIGHT, "small")
-        need = t("This terminal is too small: it needs {width} columns and {height} lines.", width=WIDTH, height=HEIGHT)
-        self.query_one("#small", Static).update(Text(self.say(need)))
+        self.set_class(is_too_small(self.size), "small")
+        self.query_one("#small", Static).update(Text(self.say(TOO_SMALL)))

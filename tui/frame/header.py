@@ -6,6 +6,8 @@ from textual.app import RenderResult
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from appliance.service.desk import Person
+from appliance.service.words import t
 from tui.frame.front import Told
 
 
@@ -13,6 +15,10 @@ class Header(Told, Widget):
     language = reactive("en")
     title = reactive("")
     mark = reactive("")   # a Text: who else works here
+
+    def show_operator(self, other: Person | None) -> None:
+        """Who is in control, if that is somebody else."""
+        self.mark = "" if other is None else t("{user} ({origin}) works here", user=other.user, origin=other.origin)
 
     def render(self) -> RenderResult:
         left = f" Atoll  {self.title}"

@@ -1,4 +1,4 @@
-"""The other screens that open from the frame. They know `Front`, and the frame knows them by name alone.
+"""The other screens that open from the frame: imported when they open, so that the frame does not depend on them.
 
     tui.dashboard.screen(front) -> Screen            F12, 7, the menu
     tui.trouble.screen_for(front, error) -> Screen | None   when work ended with an error; None: the pane says it

@@ -6,10 +6,10 @@ from textual.app import RenderResult
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from appliance.service.state import StepState
+from appliance.service.state import STATUS_WORDS, StepState
 from appliance.service.words import t
 from tui.frame.front import Told
-from tui.look import COLOURS, MARKS, PLAIN_MARKS, SHORT, STATES
+from tui.look import COLOURS, MARKS, PLAIN_MARKS, SHORT
 
 
 class Rail(Told, Widget):
@@ -26,7 +26,7 @@ class Rail(Told, Widget):
             text.append(f"{'>' if here else ' '}{marks.get(status, ' ')}", COLOURS.get(status) or "")
             text.append(f" {number} {title}\n", "bold" if here else "")
             if status not in ("", "open", "green"):
-                text.append(f"     {self.say(STATES[status])}\n", COLOURS[status])
+                text.append(f"     {self.say(STATUS_WORDS[status])}\n", COLOURS[status])
         return text
 
     def on_click(self, event: events.Click) -> None:

@@ -73,7 +73,7 @@ def _number(value: float | None) -> str:
 
 
 def _columns(points: Sequence[tuple[float, float]], count: int) -> list[float | None]:
-    """The highest y of each of so many equal slots of x, and straight lines from one such slot to the next."""
+    """The highest y in each of `count` equal slots of x; straight lines cross the empty slots."""
     first, last = points[0][0], points[-1][0]
     highest: dict[int, float] = {}
     for x, y in points:
@@ -112,7 +112,7 @@ def ascii_rows(points: Sequence[tuple[float, float]], width: int, height: int, t
 
 
 def spark(points: Sequence[tuple[float, float]], width: int, *, plain: bool) -> str:
-    """The same in one row: how the values have changed, from 0 to the highest."""
+    """A line of one row: the values from 0 to the highest."""
     if len(points) < 2 or width < 2:
         return ""
     top = max(y for _, y in points) or 1.0

@@ -13,8 +13,8 @@ class Table(DataTable):
     BINDINGS: ClassVar = [Binding("enter", "app.forward", show=False)]
 
     def fill(self, heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Replace everything. The widths are set here: those that the table finds by itself come too late for what it
-        has drawn already, so that a table that is filled anew would be cut to its heads."""
+        """Replace everything. Sets the widths of the columns itself: DataTable measures them only after it has drawn,
+        and would cut the new cells to the width of their heads."""
         self.clear(columns=True)
         for at, head in enumerate(heads):
             self.add_column(head, width=max([_width(head), *(_width(row[at]) for row in rows if at < len(row))]))

@@ -5,19 +5,13 @@ from rich.text import Text
 from textual.app import RenderResult
 from textual.widget import Widget
 
-from appliance.service.words import t
+from appliance.service.install_words import STEPS
+from appliance.service.words import human_bytes, t
 from tui.following import Following
 from tui.frame.front import Say, Told
 from tui.look import COLOURS, MARKS, PLAIN_MARKS
 from tui.parts.bar import bar
-from tui.texts import duration, human
-
-# Steps of an install, in the operator's language; other jobs name their tasks in words.
-TASKS = {
-    "discover": t("discover"), "verify": t("verify"), "preflight": t("preflight"), "licence": t("licence"),
-    "plan": t("plan"), "stage": t("stage"), "units": t("units"), "switch": t("switch"), "start": t("start"),
-    "smoke": t("smoke"), "commit": t("commit"), "rollback": t("rollback"),
-}  # fmt: skip
+from tui.texts import duration
 
 
 class Work(Told, Widget):
@@ -53,7 +47,7 @@ class Work(Told, Widget):
         lines = []
         for name, task in list(work.tasks.items())[-most:]:
             state = {"done": "green", "failed": "failed", "begin": "running"}.get(task.status, "open")
-            line = Text().append(f"{marks[state]} ", COLOURS[state]).append(self.say(TASKS.get(name, name)))
+            line = Text().append(f"{marks[state]} ", COLOURS[state]).append(self.say(STEPS.get(name, name)))
             if task.seconds is not None and task.seconds >= 1:
                 line.append(f"  {duration(task.seconds)}", "dim")
             lines.append(line.append(f"  {self.say(task.detail)}" if task.detail else ""))
@@ -69,7 +63,7 @@ def progress_line(work: Following, say: Say, width: int, *, plain: bool) -> str:
     if not work.in_bytes:
         return f"{say(label)}  {bar(min(30, width // 3), done / total, plain=plain)}  {done:,} / {total:,}"
     left = duration((total - done) / work.rate) if work.rate > 0 else "?"
-    said = say(t("{done} of {total}, {rate}/s, {left} left", done=human(done), total=human(total),
-                 rate=human(work.rate), left=left))  # fmt: skip
+    said = say(t("{done} of {total}, {rate}/s, {left} left", done=human_bytes(done), total=human_bytes(total),
+                 rate=human_bytes(work.rate), left=left))  # fmt: skip
     room = width - cell_len(f"{say(label)}    {said}")
     return f"{say(label)}  {bar(max(6, min(24, room)), done / total, plain=plain)}  {said}"

@@ -11,10 +11,9 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from appliance.service.findings import Finding
-from appliance.service.state import StepState
+from appliance.service.state import STATUS_WORDS, StepState
 from appliance.service.words import joined, t
 from tui.frame.front import Forward, Key, Told
-from tui.look import STATES
 from tui.parts.findings import Detail, Findings, meaning_of, trouble_of
 from tui.parts.work import Work
 
@@ -50,7 +49,7 @@ class Body(Told, Vertical):
 
     @property
     def is_open(self) -> bool:
-        """Visible, with all its parts. A program that ends mounts nothing more, and takes away what there is."""
+        """Visible, with all its parts mounted: a program that ends unmounts them first."""
         return self.is_mounted and self.display
 
     def open(self) -> None:
@@ -101,7 +100,7 @@ class StepBody(Body):
         return following is not None and following.at_step in ("", self.STEP)
 
     def shown(self) -> list[Finding]:
-        """With the waivers that were given here and no run has taken yet."""
+        """The findings of the running work, if it is this step's; else those of the last run."""
         following = self.front.following
         if self.at_work and following is not None and following.found:
             return following.found
@@ -145,7 +144,7 @@ class StepBody(Body):
             return meaning_of(finding, self.say)
         state = self.state
         if state is not None and state.why:
-            return [(STATES[state.status], state.why)]
+            return [(STATUS_WORDS[state.status], state.why)]
         return [("", self.empty())]
 
     def empty(self) -> str:
@@ -175,7 +174,7 @@ class StepBody(Body):
         if blocking:
             return Forward("", self._in_the_way(blocking))
         again = state.status in ("stale", "interrupted") and state.why
-        return Forward(self.run_words(), joined([STATES[state.status], state.why], ": ") if again else "")
+        return Forward(self.run_words(), joined([STATUS_WORDS[state.status], state.why], ": ") if again else "")
 
     def run_words(self) -> str:
         return t("Run this step")

@@ -10,10 +10,9 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from appliance.service.gpu_details import GpuDetail, GpuDetails, gpu_details
-from appliance.service.words import t
+from appliance.service.words import human_bytes, t
 from tui.look import HEIGHT
 from tui.steps.body import StepBody
-from tui.texts import human
 
 LEAST_WIDTH = 60      # of the pane, before it has a size
 MOST_LINES = 8        # of an 80x24 screen
@@ -64,7 +63,7 @@ class GpuBody(StepBody):
             return [self.say(t("Checking this machine ..."))]
         lines = []
         if machine is not None:
-            lines.append(self.say(t("This machine has {memory} of memory.", memory=human(machine.memory_bytes))))
+            lines.append(self.say(t("This machine has {memory} of memory.", memory=human_bytes(machine.memory_bytes))))
         if not details.gpus:
             return [*lines, self.say(t("No GPU was found; models would compute on the CPU."))]
         driver, cuda = details.driver or "?", details.cuda or "?"
@@ -99,19 +98,19 @@ class GpuBody(StepBody):
         lines = [_named(f"GPU {_indices(group)}", gpu.name, width), *_filled(facts, width)]
         for pid, name, used in gpu.processes[:MOST_PROCESSES]:
             lines += _filled([say(t("held by {name} (pid {pid}): {size}", name=_short(name or "?"), pid=pid,
-                                    size=human(used or 0)))], width)  # fmt: skip
+                                    size=human_bytes(used or 0)))], width)  # fmt: skip
         if len(gpu.processes) > MOST_PROCESSES:
             lines.append("  " + say(t("{count} more processes", count=len(gpu.processes) - MOST_PROCESSES)))
         return lines
 
     def _memory(self, group: list[GpuDetail]) -> str:
         free = [gpu.memory_free for gpu in group if gpu.memory_free is not None]
-        total = human(group[0].memory_total or 0)
-        return self.say(t("{free} of {total} free", free=human(min(free)), total=total)) if free else total
+        total = human_bytes(group[0].memory_total or 0)
+        return self.say(t("{free} of {total} free", free=human_bytes(min(free)), total=total)) if free else total
 
 
 def alike(gpus: Sequence[GpuDetail]) -> list[list[GpuDetail]]:
-    """Groups of GPUs of which only index, temperature and free memory differ. One that somebody holds stands alone."""
+    """Groups of GPUs that differ only in index, temperature and free memory. A GPU that a process holds is alone."""
     groups: dict[Hashable, list[GpuDetail]] = {}
     for number, gpu in enumerate(gpus):
         key: Hashable = number if gpu.processes else replace(gpu, index=None, temperature=None, memory_free=None)

@@ -11,14 +11,13 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from appliance.service.desk import InstallError
-from appliance.service.words import t
+from appliance.service.words import human_bytes, t
 from tui.dialogs.form import Pick
 from tui.frame.front import Forward, Key
 from tui.look import FITS
 from tui.parts.table import Table
 from tui.pauses import keep_loaded
 from tui.steps.body import StepBody
-from tui.texts import human
 
 if TYPE_CHECKING:
     from appliance.service.planning.offers import Offer
@@ -122,7 +121,7 @@ class ModelBody(StepBody):
         more = [Text(offer.precision), Text(f"{offer.context:,}" if offer.context else "?")] if wide else []
         alone = sum(each.name == offer.name for each in self.offers) == 1
         name = offer.name if alone and not wide else f"{offer.name} {offer.version}"
-        return [Text(mark), Text(name), Text(human(offer.bytes)), *more, Text(self.say(word), colour),
+        return [Text(mark), Text(name), Text(human_bytes(offer.bytes)), *more, Text(self.say(word), colour),
                 Text(offer.spdx)]  # fmt: skip
 
     def _use(self) -> str:

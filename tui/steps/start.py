@@ -9,10 +9,9 @@ from textual.widget import Widget
 from textual.widgets import Input, Label, Static
 
 from appliance.service.desk import InstallError
-from appliance.service.words import t
+from appliance.service.words import human_bytes, t
 from tui.frame.front import Forward, Key
 from tui.steps.body import Body
-from tui.texts import human
 
 FIELDS = {
     "medium": t("Medium: where it is mounted, or a bundle"),
@@ -70,8 +69,8 @@ class StartBody(Body):
             return [self.say(each) for each in (error.message, error.hint) if each]
         if machine is None:
             return [self.say(t("Checking this machine ..."))]
-        rows = [self.say(t("This machine has {memory} of memory.", memory=human(machine.memory_bytes)))]
-        rows += [f"GPU {gpu.index}  {gpu.name}  {human(gpu.memory_bytes or 0)}" for gpu in machine.gpus]
+        rows = [self.say(t("This machine has {memory} of memory.", memory=human_bytes(machine.memory_bytes)))]
+        rows += [f"GPU {gpu.index}  {gpu.name}  {human_bytes(gpu.memory_bytes or 0)}" for gpu in machine.gpus]
         if not machine.gpus:
             rows.append(self.say(t("No GPU was found; models would compute on the CPU.")))
         return rows

@@ -5,7 +5,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 
 _SEVERAL = {"--goodput", "--metadata", "--header"}  # take every word up to the next flag
@@ -47,10 +47,8 @@ class VllmCommand(TyperCommand):
                 name, equals, value = word.partition("=")
                 flag = name.replace("_", "-")
                 if flag in REFUSED:
-                    raise InstallError(
-                        t("{flag} is refused: {why}.", flag=flag, why=REFUSED[flag]), exit_code=ExitCode.USAGE,
-                        changed=t("Nothing was changed."), hint=t("Supported flags: atoll bench serve --help"),
-                    )  # fmt: skip
+                    raise usage_error(t("{flag} is refused: {why}.", flag=flag, why=REFUSED[flag]),
+                                      t("Supported flags: atoll bench serve --help"))  # fmt: skip
                 words.append(f"{flag}{equals}{value}")
             elif flag in _SEVERAL and words[-1] != flag and not word.startswith("-"):
                 words += [flag, word]

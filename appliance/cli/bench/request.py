@@ -4,7 +4,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import joined, t
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ def profile_of(given: dict[str, Any]) -> "TrafficProfile":
     from installer.decide.answers import problems
 
     if given["backend"] is not None and given["backend"] not in _BACKENDS:
-        raise usage(t("There is no backend '{name}'.", name=given["backend"]),
-                     t("Backends are {names}.", names=joined(list(_BACKENDS))))
+        raise usage_error(t("There is no backend '{name}'.", name=given["backend"]),
+                          t("Backends are {names}.", names=joined(list(_BACKENDS))))
     if given["profile"] is not None:
         values = find_profile(given["profile"]).model_dump(mode="json", exclude_none=True)
         values["requests"] = given["num_prompts"] or values["requests"]
@@ -61,12 +61,13 @@ def profile_of(given: dict[str, Any]) -> "TrafficProfile":
     elif given["request_rate"] is not None or given["profile"] is None:  # all at once
         values["arrival"] = {"clients": min(values["requests"], MOST_CLIENTS)}
     if rate is None and given["burstiness"] is not None:
-        raise usage(t("--burstiness needs a --request-rate."), t("Give one, such as --request-rate 4."))
+        raise usage_error(t("--burstiness needs a --request-rate."), t("Give one, such as --request-rate 4."))
     try:
         return TrafficProfile.model_validate(values)
     except ValidationError as error:
-        raise usage(t("These flags do not fit together: {names}.", names=joined(problems(error, TrafficProfile), "; ")),
-                     t("See: atoll bench serve --help")) from None
+        found = joined(problems(error, TrafficProfile), "; ")
+        raise usage_error(t("These flags do not fit together: {names}.", names=found),
+                          t("See: atoll bench serve --help")) from None
 
 
 def target_of(given: dict[str, Any]) -> "Target":
@@ -78,10 +79,10 @@ def target_of(given: dict[str, Any]) -> "Target":
         name, equals, value = (part.strip() for part in pair.partition("="))
         good = equals and name.replace("-", "").isalnum() and value.isprintable() and f"{name}{value}".isascii()
         if not good:
-            raise usage(t("'{pair}' is not a header.", pair=pair), t("Write --header NAME=VALUE."))
+            raise usage_error(t("'{pair}' is not a header.", pair=pair), t("Write --header NAME=VALUE."))
         if name.lower() in ("authorization", "host", "content-length", "transfer-encoding"):
-            raise usage(t("The header {name} is not set by hand.", name=name),
-                         t("Keys come from --api-key-file FILE or OPENAI_API_KEY."))
+            raise usage_error(t("The header {name} is not set by hand.", name=name),
+                              t("Keys come from --api-key-file FILE or OPENAI_API_KEY."))
         headers.append((name, value))
     return Target(url, model=given["served_model_name"] or given["model"], path=given["endpoint"],
                   key=read_key(given["api_key_file"]), ca=given["ca"], headers=tuple(headers))  # fmt: skip
@@ -93,12 +94,13 @@ def dataset_of(given: dict[str, Any], profile: "TrafficProfile") -> "Dataset | N
     name, path = given["dataset_name"] or "random", given["dataset_path"]
     if name == "random":
         if path is not None:
-            raise usage(t("--dataset-path belongs to --dataset-name sharegpt or custom."), t("Name which one it is."))
+            raise usage_error(t("--dataset-path belongs to --dataset-name sharegpt or custom."),
+                              t("Name which one it is."))
         return None
     if name not in ("sharegpt", "custom"):
-        raise usage(t("There is no dataset '{name}'.", name=name), t("Datasets are random, sharegpt and custom."))
+        raise usage_error(t("There is no dataset '{name}'.", name=name), t("Datasets are random, sharegpt and custom."))
     if path is None:
-        raise usage(t("--dataset-name {name} needs a file.", name=name), t("Give it: --dataset-path FILE"))
+        raise usage_error(t("--dataset-name {name} needs a file.", name=name), t("Give it: --dataset-path FILE"))
     return read_dataset(name, path, profile.endpoint)
 
 
@@ -110,7 +112,8 @@ def _rate(text: str | None) -> float | None:
     except ValueError:
         rate = 0.0
     if not 0 < rate < 1e6:
-        raise usage(t("'{rate}' is not a rate.", rate=text), t("Give requests a second, such as 4 or 0.5, or inf."))
+        raise usage_error(t("'{rate}' is not a rate.", rate=text),
+                          t("Give requests a second, such as 4 or 0.5, or inf."))
     return rate
 
 
@@ -120,7 +123,7 @@ def percentiles_of(text: str) -> tuple[float, ...]:
     except ValueError:
         wanted = (-1.0,)
     if not all(0 < each < 100 for each in wanted):
-        raise usage(t("'{text}' is not a list of percentiles.", text=text), t("Write it as 50,95,99."))
+        raise usage_error(t("'{text}' is not a list of percentiles.", text=text), t("Write it as 50,95,99."))
     return wanted
 
 
@@ -130,9 +133,5 @@ def extra_of(text: str | None) -> dict[str, Any]:
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise usage(t("--extra-body is not a JSON object."), t("Write it as '{{\"top_k\": 20}}'."))
+        raise usage_error(t("--extra-body is not a JSON object."), t("Write it as '{{\"top_k\": 20}}'."))
     return values
-
-
-def usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

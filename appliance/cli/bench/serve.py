@@ -8,11 +8,11 @@ import typer
 
 from appliance.cli.bench import options
 from appliance.cli.bench.flags import VllmCommand
-from appliance.cli.bench.request import dataset_of, extra_of, percentiles_of, profile_of, target_of, usage
+from appliance.cli.bench.request import dataset_of, extra_of, percentiles_of, profile_of, target_of
 from appliance.cli.bench.view import load_progress, print_comparison, print_result
 from appliance.cli.common import Json, examples, print_error, print_json, say, spoken, told
 from appliance.load.result import LoadResult, read_result, save_result
-from installer.base.errors import ExitCode, io_error
+from installer.base.errors import ExitCode, io_error, usage_error
 from installer.base.i18n import t
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _measure(given: dict[str, Any], *, quiet: bool) -> tuple[LoadResult, Any, bo
 
     slo = parse_slo(given["goodput"] or [])
     if given["find_users"] and not slo:
-        raise usage(t("--find-users needs targets."), t("Give them: --goodput ttft:1000 tpot:60"))
+        raise usage_error(t("--find-users needs targets."), t("Give them: --goodput ttft:1000 tpot:60"))
     profile = profile_of(given)
     more = {
         "requests": None if given["seconds"] is not None and given["num_prompts"] is None else profile.requests,
@@ -123,7 +123,7 @@ def _measure(given: dict[str, Any], *, quiet: bool) -> tuple[LoadResult, Any, bo
     }  # fmt: skip
     if given["backend"] == "transformers":
         if given["find_users"]:
-            raise usage(t("--find-users needs an endpoint."), t("Give --base-url."))
+            raise usage_error(t("--find-users needs an endpoint."), t("Give --base-url."))
         return _transformers(given, profile, more, quiet=quiet)
     target = target_of(given)
     if given["find_users"]:
@@ -150,7 +150,7 @@ def _transformers(
     from appliance.load.transformers_baseline import TransformersSender
 
     if not given["model"]:
-        raise usage(t("--backend transformers needs the model's directory."), t("Give it: --model DIR"))
+        raise usage_error(t("--backend transformers needs the model's directory."), t("Give it: --model DIR"))
 
     def sender() -> TransformersSender:
         return TransformersSender(Path(given["model"]), batch_size=given["batch_size"],
@@ -168,7 +168,7 @@ def _notes(pairs: list[str] | None) -> dict[str, str]:
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
         if not equals or not name or name in LoadResult.model_fields:
-            raise usage(t("'{pair}' cannot be saved as a note.", pair=pair), t("Write --metadata NAME=VALUE."))
+            raise usage_error(t("'{pair}' cannot be saved as a note.", pair=pair), t("Write --metadata NAME=VALUE."))
         notes[name] = value
     return notes
 

@@ -18,7 +18,7 @@ from appliance.cli.view.install_view import Terminal
 from appliance.service import answers as answers_of
 from appliance.service import checklist
 from appliance.service.run_request import RunRequest
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.decide.answers import Answers
@@ -205,8 +205,5 @@ def _name(by: str | None) -> str | None:
     if by is None:
         return None
     if not 2 <= len(by.strip()) <= 120 or not by.isprintable():
-        raise InstallError(
-            t("--by needs a name."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-            hint=t("Say who decides: --by 'Kim, network team'"),
-        )
+        raise usage_error(t("--by needs a name."), t("Say who decides: --by 'Kim, network team'"))
     return f"{by.strip()} ({getpass.getuser()})"

@@ -14,7 +14,7 @@ from appliance.cli.install.preflight import read_waivers
 from appliance.cli.view.install_view import Terminal, print_result
 from appliance.service.installing import run_install
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError, usage_error
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.timeouts import START_TIMEOUT
@@ -201,12 +201,8 @@ def upgrade(
     with told(as_json):
         layout = layout_for(prefix)
         if history_of(layout).committed is None:
-            raise InstallError(
-                t("Nothing is installed here that could be upgraded."),
-                exit_code=ExitCode.USAGE,
-                changed=t("Nothing was changed."),
-                hint=t("Install it: atoll install MEDIUM"),
-            )
+            raise usage_error(t("Nothing is installed here that could be upgraded."),
+                              t("Install it: atoll install MEDIUM"))  # fmt: skip
     install(
         ctx, media=media, bundle=bundle, prefix=prefix, trust_key=trust_key, accept_license=accept_license,
         answers=answers, waive=waive, strict=strict, dry_run=dry_run, yes=yes, allow_downgrade=allow_downgrade,

@@ -8,7 +8,7 @@ import typer
 from appliance.cli.common import Json, examples, layout_for, print_json, say, say_rows, told
 from appliance.cli.install.install import Accept, TrustKey, Yes, run_options
 from appliance.cli.language.commands import Commands
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import InstallError, usage_error
 from installer.base.i18n import joined, t
 from installer.base.timeouts import DRAIN_TIMEOUT
 from installer.decide.install_options import InstallOptions, ModelChoice, ReplicaChoice
@@ -112,5 +112,4 @@ def _run(options: InstallOptions, as_json: bool) -> None:
 
 
 def _usage(message: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-                        hint="atoll models add --help")
+    return usage_error(message, "atoll models add --help")

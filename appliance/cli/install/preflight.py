@@ -14,7 +14,7 @@ from appliance.cli.common import Json, Prefix, examples, layout_for, print_json,
 from appliance.cli.view.preflight_view import print_checks, print_verdict
 from installer.access.vendor_keys import keyring
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import Text, joined, language_of, t
 from installer.base.i18n import told as in_words
 from installer.base.layout import Layout
@@ -168,12 +168,8 @@ def _error_line(records: list[Any], strict: bool, language: str) -> None:
 def _write(path: Path, facts: dict[str, Any]) -> None:
     """The only file that this command writes, and only when asked. It replaces nothing but an earlier report."""
     if path.exists() and path.stat().st_size and not _is_report(path):
-        raise InstallError(
-            t("{path} exists already, and is not a preflight report.", path=path),
-            exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."),
-            hint=t("Choose another file name for --report."),
-        )
+        raise usage_error(t("{path} exists already, and is not a preflight report.", path=path),
+                          t("Choose another file name for --report."))  # fmt: skip
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", "utf-8")
     fresh.replace(path)

@@ -28,7 +28,7 @@ def paragraphs(command: Any) -> Iterator[str]:
 
 
 def translate(command: Any, language: str) -> Any:
-    """The same command, helping in `language`."""
+    """The same command, with its help in `language`."""
     _add_language_option(command)
     if language != "en":
         _each(command, lambda paragraph: looked_up(paragraph, language))

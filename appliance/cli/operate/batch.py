@@ -11,6 +11,7 @@ import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, spoken, told
 from appliance.cli.language.commands import Commands
+from appliance.service.batch.limits import MOST_CONCURRENCY
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 
@@ -59,7 +60,7 @@ def run(
         Path | None, typer.Option("--ca", metavar="FILE", help="With --url: its certificate authority, PEM.")
     ] = None,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", metavar="N", min=1, max=4096, help="Requests at a time.")
+        int, typer.Option("--concurrency", metavar="N", min=1, max=MOST_CONCURRENCY, help="Requests at a time.")
     ] = 128,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="S", min=1, help="Seconds that one answer may take.")

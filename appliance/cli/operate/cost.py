@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, examples, print_json, say, say_rows, told
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 
 _HELP = """Compute what requests and tokens cost on this machine.
@@ -52,10 +52,10 @@ def command(
         words = cost.of_words(change or [])
         values = cost.assumed(given, words)
         if not assumptions and load is None:
-            raise InstallError(
-                t("No measurement was given."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-                hint=t("Measure, then give the result: atoll bench serve --save-result; atoll cost --load FILE"),
-            )  # fmt: skip
+            raise usage_error(
+                t("No measurement was given."),
+                t("Measure, then give the result: atoll bench serve --save-result; atoll cost --load FILE"),
+            )
         sources = {each.name: t("set by you") if each.name in given or each.name in words else each.source
                    for each in cost.ASSUMPTIONS}  # fmt: skip
         result: dict[str, Any] = {}

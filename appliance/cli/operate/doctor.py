@@ -11,8 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
-from appliance.cli.common import padded, spoken
-from appliance.cli.view.json_output import emit
+from appliance.cli.common import padded, print_json, spoken
 from engine.message import without_ids
 from installer.base.i18n import t
 
@@ -44,7 +43,7 @@ def doctor(
     for line in _self_test([*SELF_TEST, "--time-limit", str(time_limit)]):
         report.see(line)
     if as_json:
-        emit(report.as_json())
+        print_json(report.as_json())
     else:
         report.show_end()
     raise typer.Exit(report.end["exit_code"])

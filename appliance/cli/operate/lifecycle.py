@@ -8,13 +8,14 @@ import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, spoken, told
 from appliance.cli.language.commands import Commands
-from appliance.cli.view.install_view import Terminal, human_bytes, print_result
+from appliance.cli.view.install_view import Terminal, print_result
 from appliance.service import events
 from appliance.service.dashboard import control
 from appliance.service.jobs import spool
+from appliance.service.words import human_bytes
 from installer.audit import log
 from installer.base import journal
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, usage_error
 from installer.base.i18n import joined, t
 from installer.base.lock import InstallLock
 from installer.base.timeouts import START_TIMEOUT
@@ -118,9 +119,7 @@ def rollback(
     with told(as_json):
         layout = layout_for(prefix)
         if not (yes or dry_run) and sys.stdin.isatty() and not agrees(t("Go back to the previous release?")):
-            raise InstallError(
-                t("Not confirmed."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=t("Say --yes.")
-            )
+            raise usage_error(t("Not confirmed."), t("Say --yes."))
         options = InstallOptions(prefix=layout.prefix, start_timeout=timeout, dry_run=dry_run)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             result = Rollback(options, terminal, layout=layout).run()
@@ -162,7 +161,7 @@ def _show(plan: UninstallPlan) -> None:
 
 def _confirm(purge: bool, named: str | None, yes: bool) -> None:
     host = socket.gethostname()
-    refused = InstallError(t("Not confirmed."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."))
+    refused = usage_error(t("Not confirmed."))
     if purge:
         if named is None and sys.stdin.isatty():
             question = t("This deletes the models, settings and keys. Type the machine's name ({host})", host=host)

@@ -9,7 +9,7 @@ import typer
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, spoken, told
 from appliance.cli.language.commands import Commands
 from installer.audit import log
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 
@@ -45,8 +45,7 @@ def plan(
             typer.echo(EXAMPLE, nl=False)
             return
         if file is None:
-            raise InstallError(t("No plan was given."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-                               hint=t("Begin with an example: atoll pilot plan --example"))  # fmt: skip
+            raise usage_error(t("No plan was given."), t("Begin with an example: atoll pilot plan --example"))
         found = read_plan(file)
         cost.assumed(found.cost)
         if as_json:

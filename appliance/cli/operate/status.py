@@ -1,13 +1,13 @@
 """`atoll status`: one screen."""
 
-import time
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say_rows, spoken, told
-from appliance.cli.view.byte_progress import size
 from appliance.engines import engine_facts
+from appliance.service.dashboard.cells import STATES, duration
+from appliance.service.words import human_bytes
 from installer.access.api_keys import shown_name
 from installer.base.errors import ExitCode
 from installer.base.i18n import joined, t
@@ -19,11 +19,6 @@ _HELP = """Show on one screen what is installed, whether it serves and since whe
 Each problem is shown with the command to run next. Other users than root see what they may read, and a list of what
 they could not see.
 """
-_STATES = {
-    "serving": t("SERVING"), "draining": t("DRAINING"), "starting": t("STARTING"), "stopped": t("STOPPED"),
-    "failed": t("FAILED"), "interrupted": t("INTERRUPTED"), "busy": t("BUSY"), "not-installed": t("NOT-INSTALLED"),
-    "unknown": t("UNKNOWN"),
-}  # fmt: skip
 _PHASES = {
     "running": t("running"), "starting": t("starting"), "restarting": t("restarting"), "stopped": t("stopped"),
     "failed": t("failed"), "dead": t("dead"), "unknown": t("unknown"),
@@ -97,11 +92,11 @@ def rows(facts: dict[str, Any], *, plan: bool = False) -> list[tuple[str, str]]:
 
 def _state(facts: dict[str, Any]) -> tuple[str, str]:
     uptime = facts["service"]["uptime_s"]
-    parts: list[str] = [_STATES[facts["state"]]]
+    parts: list[str] = [STATES[facts["state"]]]
     if facts["state"] == "serving" and not facts["healthy"]:
         parts = [t("{state}, with problems", state=parts[0])]
     if uptime is not None:
-        parts.append(t("up {duration}", duration=_duration(uptime)))
+        parts.append(t("up {duration}", duration=duration(uptime)))
     if facts["busy"]:
         parts.append(t("({holder})", holder=facts["busy"]))
     return t("state"), joined(parts, "  ")
@@ -194,14 +189,16 @@ def _disk(facts: dict[str, Any]) -> list[tuple[str, str]]:
     disk = facts["disk"]
     if not disk:
         return []
-    text = t("models {models}, free {free}", models=size(disk["models_bytes"]), free=size(disk["free_bytes"]))
+    text = t("models {models}, free {free}", models=human_bytes(disk["models_bytes"]),
+             free=human_bytes(disk["free_bytes"]))  # fmt: skip
     return [(t("disk"), text)]
 
 
 def _gpu(gpu: dict[str, Any], driver: str | None) -> str:
     parts: list[str] = [f"{gpu['index']}  {gpu['name'] or gpu['uuid']}"]
     if gpu["memory_total"] and gpu["memory_used"] is not None:
-        parts.append(t("{used} of {total} in use", used=size(gpu["memory_used"]), total=size(gpu["memory_total"])))
+        used, total = human_bytes(gpu["memory_used"]), human_bytes(gpu["memory_total"])
+        parts.append(t("{used} of {total} in use", used=used, total=total))
     if gpu["temperature"] is not None:
         parts.append(f"{gpu['temperature']} °C")
     return joined([*parts, t("driver {version}", version=driver)] if driver else parts)
@@ -215,9 +212,3 @@ def _named(model: dict[str, Any]) -> str:
 def _some(items: list[str], most: int) -> str:
     listed = joined(items[:most])
     return listed if len(items) <= most else t("{names} and {count} more", names=listed, count=len(items) - most)
-
-
-def _duration(seconds: int) -> str:
-    days, rest = divmod(seconds, 86400)
-    clock = time.strftime("%H:%M:%S", time.gmtime(rest))
-    return t("{days} d {clock}", days=days, clock=clock) if days else clock

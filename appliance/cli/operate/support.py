@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, spoken, told
-from appliance.cli.view.byte_progress import size
 from appliance.engines import engine_facts
+from appliance.service.words import human_bytes
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.release import release
@@ -60,7 +60,7 @@ def command(
     if as_json:
         print_json(made.to_json())
         return
-    say(t("\nWritten: {path}  ({bytes}, readable by you only)", path=made.path, bytes=size(made.bytes)))
+    say(t("\nWritten: {path}  ({bytes}, readable by you only)", path=made.path, bytes=human_bytes(made.bytes)))
     say(t("Look through it before you give it away: tar -tzf FILE lists it, MANIFEST.json explains it."))
 
 
@@ -73,7 +73,7 @@ def _list(items: list[Item], as_json: bool) -> None:
 
 
 def _say(taken: Taken) -> None:
-    what = size(taken.bytes)
+    what = human_bytes(taken.bytes)
     if taken.not_taken:
         what = t("not taken: {why}", why=taken.not_taken)
     elif taken.cut:

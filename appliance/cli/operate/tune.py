@@ -8,7 +8,7 @@ import typer
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, told
 from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, usage_error
 from installer.base.i18n import joined, t
 
 _HELP = """Find the engine settings that serve your traffic best, on the running service.
@@ -143,18 +143,14 @@ def _request(**given: Any) -> Any:
     except ValidationError as error:
         entry = error.errors(include_url=False)[0]
         flag = "--" + str(entry["loc"][0]).replace("_", "-")
-        raise InstallError(
-            t("{flag} {value} cannot be used.", flag=flag, value=str(entry["input"])[:40]), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("For the allowed values: {command}", command="atoll tune --help"),
-        ) from None
+        raise usage_error(t("{flag} {value} cannot be used.", flag=flag, value=str(entry["input"])[:40]),
+                          t("For the allowed values: {command}", command="atoll tune --help")) from None
 
 
 def _confirm(question: str, *, yes: bool) -> None:
     if yes or (sys.stdin.isatty() and agrees(question)):
         return
-    raise InstallError(
-        t("Not confirmed."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=t("Say --yes.")
-    )
+    raise usage_error(t("Not confirmed."), t("Say --yes."))
 
 
 def _print(result: dict[str, Any], as_json: bool) -> None:

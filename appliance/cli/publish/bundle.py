@@ -7,11 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli.common import layout_for, say, say_rows, spoken
+from appliance.cli.common import layout_for, print_json, say, say_rows, spoken
 from appliance.cli.language.commands import Commands
 from appliance.cli.publish import bundle_runtime
-from appliance.cli.view.byte_progress import byte_progress, size
-from appliance.cli.view.json_output import emit, json_errors
+from appliance.cli.view.byte_progress import byte_progress
+from appliance.cli.view.json_output import json_errors
+from appliance.service.words import human_bytes
 from installer.access.vendor_keys import keyring
 from installer.base.errors import InstallError
 from installer.base.i18n import joined, t
@@ -172,7 +173,7 @@ def build(
             )
         made = inspect_bundle(path)
         if as_json:
-            emit(
+            print_json(
                 {"ok": True, "path": str(path), "key_fingerprint": made.claimed_fingerprint}
                 | _summary(made.manifest, made.digest)
             )
@@ -211,7 +212,7 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
             return
         found = inspect_bundle(bundle)
         if as_json:
-            emit(
+            print_json(
                 {
                     "ok": True,
                     "verified": False,
@@ -227,7 +228,7 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
         _print(found.manifest, found.digest, (t("claims key"), claimed))
         say(joined(["  ", t("files")], ""))
         for entry in found.manifest.files:
-            typer.echo(f"    {size(entry.size):>10}  {entry.role:<9}  {entry.path}")
+            typer.echo(f"    {human_bytes(entry.size):>10}  {entry.role:<9}  {entry.path}")
 
 
 @app.command(epilog=_EXIT_CODES)
@@ -263,7 +264,7 @@ def verify(
         with byte_progress(_LABELS, quiet=as_json) as progress:
             found = verify_bundle(bundle, pinned, full=full, min_sequence=min_sequence, progress=progress)
         if as_json:
-            emit(
+            print_json(
                 {"ok": True, "verified": True, "path": str(bundle), "key_fingerprint": found.key_fingerprint}
                 | _summary(found.manifest, found.digest)
             )
@@ -316,7 +317,7 @@ def _print(manifest: BundleManifest, digest: str, signer: tuple[str, str]) -> No
         (t("licence"), t("{spdx} (acceptance: {acceptance})", spdx=manifest.license.spdx,
                          acceptance=manifest.license.acceptance)),
         (t("content"), t("{count} files, {size}, of which weights {weights}", count=len(manifest.files),
-                         size=size(manifest.total_bytes), weights=size(weights))),
+                         size=human_bytes(manifest.total_bytes), weights=human_bytes(weights))),
         (t("template"), manifest.chat_template_sha256 or t("no chat template")),
         (t("digest"), digest),
         signer,

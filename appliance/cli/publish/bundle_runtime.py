@@ -7,11 +7,11 @@ from typing import Any
 
 import typer
 
-from appliance.cli.common import say, say_rows
-from appliance.cli.view.byte_progress import byte_progress, size
+from appliance.cli.common import print_json, say, say_rows
+from appliance.cli.view.byte_progress import byte_progress
 from appliance.cli.view.fingerprint import grouped, word_lines
-from appliance.cli.view.json_output import emit
 from appliance.cli.view.step_lines import StepLines
+from appliance.service.words import human_bytes
 from installer.base.errors import InstallError
 from installer.base.i18n import joined, t
 from offline_bundle.errors import USAGE, BundleError
@@ -64,7 +64,7 @@ def build(
         extra = {"key_fingerprint": made.fingerprint, "install_sha256": made.install_sha256}
         extra |= {"kernel_problems": made.kernels.problems}
         extra |= {"key_words": in_words(made.fingerprint), "install_words": in_words(made.install_sha256)}
-        emit({"ok": True, "path": str(out / "runtime"), "medium": str(out)} | summary(made.manifest) | extra)
+        print_json({"ok": True, "path": str(out / "runtime"), "medium": str(out)} | summary(made.manifest) | extra)
         return
     say(t("Built {out}", out=out / "runtime"))
     show(made.manifest)
@@ -88,12 +88,12 @@ def inspect(path: Path, *, as_json: bool) -> None:
     manifest = inspect_runtime(path)
     if as_json:
         facts = {"ok": True, "verified": False, "path": str(path)} | summary(manifest)
-        emit(facts | {"manifest": manifest.model_dump(mode="json")})
+        print_json(facts | {"manifest": manifest.model_dump(mode="json")})
         return
     say(t("NOT VERIFIED: this is what the runtime claims. Check it with: atoll bundle verify --key PUB"))
     show(manifest)
     for entry in manifest.files:
-        typer.echo(f"    {size(entry.size):>10}  {entry.role:<12}  {entry.path}")
+        typer.echo(f"    {human_bytes(entry.size):>10}  {entry.role:<12}  {entry.path}")
 
 
 def verify(path: Path, trusted: Sequence[Path], min_sequence: int | None, *, as_json: bool) -> None:
@@ -103,7 +103,7 @@ def verify(path: Path, trusted: Sequence[Path], min_sequence: int | None, *, as_
         found = verify_runtime(path, load_trusted(trusted, path), min_sequence=min_sequence, progress=progress)
     if as_json:
         facts = {"ok": True, "verified": True, "path": str(path), "key_fingerprint": found.key_fingerprint}
-        emit(facts | summary(found.manifest))
+        print_json(facts | summary(found.manifest))
         return
     say(t("VERIFIED: {path}", path=path))
     show(found.manifest, (t("signed by"), found.key_fingerprint))
@@ -141,9 +141,10 @@ def show(manifest: RuntimeManifest, *more: tuple[str, str]) -> None:
                        versions=joined(requires.python, "/"), glibc=requires.glibc, gpu=gpu)),
         ("torch", requires.torch or t("none")),
         (t("content"), t("{packages} packages, {size}; installed {unpacked}", packages=packages,
-                         size=size(manifest.total_bytes), unpacked=size(requires.unpacked_bytes))),
+                         size=human_bytes(manifest.total_bytes), unpacked=human_bytes(requires.unpacked_bytes))),
         (t("kernels"), t("for compute capability {families}, {size}", families=joined(families),
-                         size=size(sum(f.size for f in kernels))) if kernels else t("none: servers compile them")),
+                         size=human_bytes(sum(f.size for f in kernels)))
+         if kernels else t("none: servers compile them")),
         (t("digest"), manifest.digest),
     ]
     say_rows([*rows, *more], indent=2, width=10, gap=1)
@@ -196,15 +197,15 @@ def _progress(as_json: bool) -> Iterator[Progress]:
 
 def show_plan(plan: DownloadPlan) -> None:
     """Show what will be downloaded."""
-    say(t("{packages} packages, {size}:", packages=len(plan.wheels), size=size(plan.total)), err=True)
+    say(t("{packages} packages, {size}:", packages=len(plan.wheels), size=human_bytes(plan.total)), err=True)
     local = sum(wheel.size or 0 for wheel in plan.wheels if wheel.local)
-    rows = [(t("from the network"), size(plan.to_fetch))]
+    rows = [(t("from the network"), human_bytes(plan.to_fetch))]
     if plan.already_here:
-        rows.append((t("left by an earlier run"), size(plan.already_here)))
+        rows.append((t("left by an earlier run"), human_bytes(plan.already_here)))
     if local:
-        rows.append((t("on this machine"), size(local)))
+        rows.append((t("on this machine"), human_bytes(local)))
     if plan.unknown:
         rows.append((t("size unknown"), t("{count} packages, fetched by pip", count=plan.unknown)))
     largest = sorted(plan.wheels, key=lambda wheel: -wheel.progress_bytes)[:5]
-    rows.append((t("the largest"), joined(f"{p.pick.name} {size(p.size or 0)}" for p in largest)))
+    rows.append((t("the largest"), joined(f"{p.pick.name} {human_bytes(p.size or 0)}" for p in largest)))
     say_rows(rows, indent=2, err=True)

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.common import say_rows, spoken
+from appliance.cli.common import print_json, say_rows, spoken
 from appliance.cli.language.commands import Commands
 from appliance.cli.view.fingerprint import grouped, word_lines
-from appliance.cli.view.json_output import emit, json_errors
+from appliance.cli.view.json_output import json_errors
 from installer.base.i18n import t
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.signing.hash_words import from_words, in_words
@@ -43,7 +43,7 @@ def new(
     with json_errors(as_json):
         pair = new_keypair(directory, name, passphrase=_new_passphrase() if encrypt else None)
         if as_json:
-            emit(
+            print_json(
                 {
                     "ok": True,
                     "private_path": str(pair.private_path),
@@ -76,7 +76,7 @@ def fingerprint(
         found = load_public(key)
         if as_json:
             words = in_words(found.fingerprint)
-            emit({"ok": True, "path": str(key), "fingerprint": found.fingerprint, "words": words})
+            print_json({"ok": True, "path": str(key), "fingerprint": found.fingerprint, "words": words})
             return
         typer.echo("\n".join([grouped(found.fingerprint), *word_lines(found.fingerprint)]))
 
@@ -108,7 +108,7 @@ def words(
                 USAGE,
             ) from None
         if as_json:
-            emit({"ok": True, "hex": plain, "words": in_words(plain)})
+            print_json({"ok": True, "hex": plain, "words": in_words(plain)})
             return
         typer.echo("\n".join([grouped(plain), *word_lines(plain)]))
 

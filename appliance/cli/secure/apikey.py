@@ -14,7 +14,7 @@ from appliance.cli.language.commands import Commands
 from installer.access import api_keys
 from installer.audit import log
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
@@ -165,10 +165,7 @@ def _keys_of(prefix: Path | None, file: Path | None) -> tuple[Path, Layout | Non
         layout = _layout(prefix)
         return layout.api_keys, layout
     if prefix is not None:
-        raise InstallError(
-            t("--file and --prefix each name a key file."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-            hint=t("Give one of them."),
-        )
+        raise usage_error(t("--file and --prefix each name a key file."), t("Give one of them."))
     return file, None
 
 

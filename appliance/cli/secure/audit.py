@@ -8,7 +8,7 @@ import typer
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, told
 from appliance.cli.language.commands import Commands
 from installer.audit import anchor, check, log
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
@@ -136,7 +136,5 @@ def _start(text: str) -> str:
             moment = moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
         return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError):
-        raise InstallError(
-            t("'{text}' is not a time.", text=text[:80]), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-            hint=t("Use 12h, 30d, 8w, or a date such as 2027-01-31."),
-        ) from None
+        raise usage_error(t("'{text}' is not a time.", text=text[:80]),
+                          t("Use 12h, 30d, 8w, or a date such as 2027-01-31.")) from None

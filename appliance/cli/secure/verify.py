@@ -6,7 +6,8 @@ import typer
 from rich.cells import cell_len
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, padded, print_json, say, spoken, told
-from appliance.cli.view.byte_progress import byte_progress, size
+from appliance.cli.view.byte_progress import byte_progress
+from appliance.service.words import human_bytes
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.operate.deep_verify.report import Report, Target
@@ -78,7 +79,7 @@ def _say(target: Target) -> None:
     if target.kept:
         parts.append(spoken(t("found good at {at}", at=target.at)))
     elif target.bytes:
-        parts.append(spoken(t("{size} in {seconds:.1f} s", size=size(target.bytes), seconds=target.seconds)))
+        parts.append(spoken(t("{size} in {seconds:.1f} s", size=human_bytes(target.bytes), seconds=target.seconds)))
     typer.echo(f"{' ' * (6 - cell_len(word))}{word}  {'  '.join(part for part in parts if part)}")
     for line in (target.error, target.note, target.hint):
         if line:
@@ -86,9 +87,9 @@ def _say(target: Target) -> None:
 
 
 def _sum_up(report: Report) -> None:
-    done = t("{size} in {seconds:.1f} s", size=size(report.bytes), seconds=report.seconds)
+    done = t("{size} in {seconds:.1f} s", size=human_bytes(report.bytes), seconds=report.seconds)
     if report.seconds > 1:
-        done = joined([done, f"{size(int(report.bytes / report.seconds))}/s"])
+        done = joined([done, f"{human_bytes(int(report.bytes / report.seconds))}/s"])
     if report.exit_code:
         say(t("NOT as it was signed ({done}); exit code {exit_code}.", done=done, exit_code=report.exit_code))
     else:

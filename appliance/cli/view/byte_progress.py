@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from appliance.cli.common import spoken
+from appliance.service.words import human_bytes
 from installer.base.i18n import joined, t
 from offline_bundle.progress import Progress, silent
 
@@ -73,19 +74,10 @@ class _Lines:
             return
         self.last = (now, done)
         rate = (done - offset) / max(now - began, 1e-3)
-        text: str = t("{stage}: {done} of {total}", stage=self.labels.get(stage, stage), done=size(done),
-                      total=size(total))
+        text: str = t("{stage}: {done} of {total}", stage=self.labels.get(stage, stage), done=human_bytes(done),
+                      total=human_bytes(total))
         if not first and rate:
-            text = joined([text, f"{size(int(rate))}/s"])
+            text = joined([text, f"{human_bytes(int(rate))}/s"])
             if done < total:
                 text = joined([text, t("{seconds:.0f} s left", seconds=(total - done) / rate)])
         print(spoken(text), file=sys.stderr, flush=True)
-
-
-def size(n: int) -> str:
-    """`n` bytes for a person: 1.5 GiB."""
-    value, units = float(n), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -8,14 +8,10 @@ from rich.markup import escape
 
 from appliance.cli.common import padded, spoken
 from appliance.service.findings import Finding
-from appliance.service.state import State, StepState
+from appliance.service.state import STATUS_WORDS, State, StepState
 from installer.base.i18n import t
 
 _STYLES = {"PASS": "green", "INFO": "cyan", "WARN": "yellow", "FAIL": "bold red", "WAIV": "magenta"}
-_STATUS = {
-    "open": t("open"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
-    "stale": t("stale"), "green": t("done"),
-}  # fmt: skip
 _STATUS_STYLES = {"green": "green", "failed": "bold red", "stale": "yellow", "interrupted": "yellow",
                   "running": "cyan", "open": "default"}  # fmt: skip
 
@@ -60,7 +56,7 @@ def print_state(state: State, console: Console) -> None:
 
 
 def _print_step(number: int, step: StepState, console: Console) -> None:
-    word = padded(_STATUS[step.status], 12)
+    word = padded(STATUS_WORDS[step.status], 12)
     at = f"  {step.at}" if step.at else ""
     console.print(f"  {number}  [{_STATUS_STYLES[step.status]}]{word}[/] {padded(step.title, 24)}{at}")
     if step.why:

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from appliance.cli.common import agrees, layout_for, padded, print_json, say, say_rows, spoken
 from appliance.cli.view.finding_view import print_findings
 from appliance.cli.view.preflight_view import print_checks
+from appliance.service.install_words import DEEDS, KINDS, STEPS
+from appliance.service.words import human_bytes
 from installer.access.licence import LicenceRequest
 from installer.base.i18n import t
 from installer.base.layout import Layout
@@ -25,19 +27,6 @@ from installer.preflight import CheckRecord
 
 _MARKS = {"done": t("ok"), "skipped": "--", "failed": t("FAILED")}
 _STAGES = {"copy": t("copying"), "verify": t("verifying"), "code": t("comparing the code")}
-_TITLES = {
-    "discover": t("discover"), "verify": t("verify"), "preflight": t("preflight"), "licence": t("licence"),
-    "plan": t("plan"), "stage": t("stage"), "units": t("units"), "switch": t("switch"), "start": t("start"),
-    "smoke": t("smoke"), "commit": t("commit"), "rollback": t("rollback"),
-}  # fmt: skip
-
-
-def human_bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return ""
 
 
 class Terminal:
@@ -68,7 +57,7 @@ class Terminal:
         style = "red" if status == "failed" else "green"
         said = "" if status == "failed" else escape(spoken(detail))  # the error itself comes last, with its advice
         mark = spoken(_MARKS[status])
-        self._print(f"{' ' * (6 - cell_len(mark))}[{style}]{mark}[/]  {padded(_TITLES.get(name, name), 10)} {said}")
+        self._print(f"{' ' * (6 - cell_len(mark))}[{style}]{mark}[/]  {padded(STEPS.get(name, name), 10)} {said}")
 
     def progress(self, label: str, done: int, total: int) -> None:
         label = spoken(_STAGES.get(label, label))
@@ -178,22 +167,12 @@ def print_plan(plan: Plan, console: Console, prefix: Path) -> None:
             what = str(path.relative_to(prefix)) if below else item.what
             size = human_bytes(item.bytes) if item.bytes else ""
             note = f"  {spoken(item.note)}" if item.note else ""
-            words = padded(_DEEDS[item.deed], 8) + padded(_KINDS[item.kind], 10)
+            words = padded(DEEDS[item.deed], 8) + padded(KINDS[item.kind], 10)
             console.print(f"  {words} {size:>9}  {what}{note}", markup=False)
         rest = t("{size} to write.", size=human_bytes(plan.bytes))
         if kept:
             rest = t("{size} to write; {kept} more stay as they are.", size=human_bytes(plan.bytes), kept=kept)
         console.print(f"  {spoken(rest)}\n", markup=False)
-
-
-_DEEDS = {
-    "create": t("create"), "replace": t("replace"), "keep": t("keep"), "start": t("start"), "restart": t("restart"),
-    "remove": t("remove"),
-}  # fmt: skip
-_KINDS = {
-    "directory": t("directory"), "file": t("file"), "symlink": t("symlink"), "model": t("model"),
-    "process": t("process"), "port": t("port"), "user": t("user"), "group": t("group"), "unit": t("unit"),
-}  # fmt: skip
 
 
 def print_result(result: InstallResult, layout: Layout, as_json: bool) -> None:

@@ -16,7 +16,7 @@ class StepLines:
         self._last = 0.0
 
     def report(self, words: str, done: int, total: int) -> None:
-        """`words` name the stage."""
+        """`words`: the name of the stage."""
         now = time.monotonic()
         if words == self._stage and done < total and now - self._last < _LINE_EVERY:
             return

@@ -90,7 +90,7 @@ def check(path: Path) -> RequestFile:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """(number, offset, line) of each line that is not blank. Of a line that is too long, its beginning."""
+    """(number, offset, line) of each line that is not blank. A line that is too long is cut."""
     number = offset = 0
     while line := file.readline(MOST_LINE_BYTES + 1):
         number, start = number + 1, offset

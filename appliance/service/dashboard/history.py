@@ -1,5 +1,7 @@
-"""The last minutes of a few figures, for charts: before the start from the series on the disk, since then from each
-look. One point a look, so that a dashboard that is open for days computes nothing twice.
+"""The last minutes of a few figures, for charts.
+
+Points from before the dashboard opened come from the series on the disk. Each later snapshot adds one point, so that
+nothing is computed twice.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 class History:
-    """Sums or, for latencies and the KV cache, the highest over all models."""
+    """One line for all models: their sum or, for latencies and the KV cache, the highest."""
 
     def __init__(self) -> None:
         self._points: dict[str, deque[tuple[float, float]]] = {
@@ -42,13 +44,13 @@ class History:
                 continue
             alone = Window([row], before, before.at, row.at)
             for name, histogram in _QUANTILES:
-                if (seconds := alone.quantile(histogram, 0.95)) is not None:
-                    self._points[name].append((row.at, 1000 * seconds))
+                if (waited := alone.milliseconds(histogram, 0.95)) is not None:
+                    self._points[name].append((row.at, waited))
             if (kv := alone.most("kv_cache_usage_perc")) is not None:
                 self._points[KV].append((row.at, kv))
 
     def add(self, at: float, models: Sequence[ModelRow]) -> None:
-        """What a look has seen."""
+        """The figures of one snapshot."""
         self._points[TOKENS].append((at, sum(model.tokens_out for model in models)))
         self._points[WAITING].append((at, float(sum(model.waiting for model in models))))
         for name, values in ((FIRST, [model.ttft_p95 for model in models]), (KV, [model.kv for model in models]),

@@ -3,10 +3,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from appliance.series import Window
 from installer.access import api_keys
+
+if TYPE_CHECKING:
+    from appliance.series import Window  # loads a parser that `atoll status` does without
 
 _TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
 
@@ -112,7 +114,7 @@ class Snapshot:
         return asdict(self)
 
 
-def model_row(name: str, now: Window, minute: Window, engine: Mapping[str, Any]) -> ModelRow:
+def model_row(name: str, now: "Window", minute: "Window", engine: Mapping[str, Any]) -> ModelRow:
     """`now` covers the last seconds, `minute` the last minute; `engine` is what the engine reports."""
     queries = minute.increase("prefix_cache_queries", model_name=name)
     in_use = _count(now.last("atoll:kv_pages_in_use", model_name=name))  # of all its engines
@@ -127,10 +129,10 @@ def model_row(name: str, now: Window, minute: Window, engine: Mapping[str, Any])
         slots=engine.get("max_num_seqs"),
         tokens_out=now.rate("generation_tokens", model_name=name),
         tokens_in=now.rate("prompt_tokens", model_name=name),
-        ttft_p50=_ms(minute.quantile(_TTFT, 0.5, model_name=name)),
-        ttft_p95=_ms(minute.quantile(_TTFT, 0.95, model_name=name)),
-        itl_p50=_ms(minute.quantile(_ITL, 0.5, model_name=name)),
-        itl_p95=_ms(minute.quantile(_ITL, 0.95, model_name=name)),
+        ttft_p50=minute.milliseconds(_TTFT, 0.5, model_name=name),
+        ttft_p95=minute.milliseconds(_TTFT, 0.95, model_name=name),
+        itl_p50=minute.milliseconds(_ITL, 0.5, model_name=name),
+        itl_p95=minute.milliseconds(_ITL, 0.95, model_name=name),
         kv=in_use / pages if in_use is not None and pages else now.last("kv_cache_usage_perc", model_name=name),
         pages_in_use=in_use,
         pages=pages,
@@ -154,20 +156,6 @@ def gpu_rows(facts: Mapping[str, Any] | None) -> tuple[GpuRow, ...]:
 def key_rows(keys: Sequence[Mapping[str, Any]]) -> tuple[KeyRow, ...]:
     """From the keys of `installer.operate.status`."""
     return tuple(KeyRow(str(key["id"]), api_keys.shown_name(dict(key)), str(key.get("state") or "")) for key in keys)
-
-
-def by_status(minute: Window) -> dict[str, float]:
-    """Requests to the models in the window, by class of status."""
-    found: dict[str, float] = {}
-    for handler in ("/v1/chat/completions", "/v1/completions"):
-        for status, count in minute.by_label("http_requests", "status", method="POST", handler=handler).items():
-            if count:
-                found[status] = found.get(status, 0.0) + count
-    return found
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000
 
 
 def _count(value: float | None) -> int | None:

@@ -21,7 +21,7 @@ from appliance.service.dashboard import history
 from appliance.service.dashboard.active import active_requests
 from appliance.service.dashboard.alerts import alerts
 from appliance.service.dashboard.key import KEY
-from appliance.service.dashboard.snapshot import ModelRow, Snapshot, by_status, gpu_rows, key_rows, model_row
+from appliance.service.dashboard.snapshot import ModelRow, Snapshot, gpu_rows, key_rows, model_row
 from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
@@ -90,7 +90,7 @@ class Watcher:
             models = tuple(ModelRow(model.name, up=False) for model in models)
         elif fresh:
             self.history.add(now, models)
-        gpus, requests = gpu_rows(facts["gpu"]), by_status(minute)
+        gpus, requests = gpu_rows(facts["gpu"]), minute.requests_by_status()
         keys = [key for key in facts["keys"] if key.get("name") != KEY]
         active, total = active_requests(self.layout, facts["keys"])
         return Snapshot(

@@ -13,6 +13,7 @@ from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import CHOSEN, t
 from installer.base.layout import Layout, code_root
+from installer.base.timestamps import timestamp
 from installer.release.code_tree import code_tree
 from installer.release.release import THIS_CODE
 from installer.service.systemctl import run
@@ -27,7 +28,7 @@ def new_job(layout: Layout, purpose: str, *, kind: str, given: dict[str, Any], i
     unit = _booted(layout)
     spec = {
         "purpose": purpose, "kind": kind, "given": given, "interactive": interactive, "by": log.operator()["user"],
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "prefix": str(layout.prefix),
+        "at": timestamp(), "prefix": str(layout.prefix),
         "system": layout.system, "by_systemd": unit,
     }  # fmt: skip
     return make(layout, spec)
@@ -117,7 +118,7 @@ def _fork(job: Job, work: Work) -> int:
         errors = os.open(job.path / "log", os.O_WRONLY | os.O_APPEND)
         for fd, stands_for in ((nothing, 0), (nothing, 1), (errors, 2)):
             os.dup2(fd, stands_for)
-        os.closerange(_FIRST_FD, _LAST_FD)  # a pipe of the front must not stay open because the job lives
+        os.closerange(_FIRST_FD, _LAST_FD)  # a running job must not hold the front's pipes open
         code = run_process(job, work)
     finally:
         os._exit(code)

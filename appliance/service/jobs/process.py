@@ -54,7 +54,7 @@ def run_process(job: Job, work: Work) -> int:
 
 
 def _locked(fd: int) -> bool:
-    """Take the lock. Readers that look whether somebody holds it hold it for a moment themselves."""
+    """Take the lock. Retries for a second: a reader that tests the lock holds it for a moment."""
     end = time.monotonic() + 1.0
     while True:
         try:
@@ -80,7 +80,7 @@ def _write_end(job: Job, end: dict[str, Any]) -> None:
     """Write into the space that was allocated at the start."""
     data = json.dumps(end, ensure_ascii=False).encode(errors="replace")
     if len(data) > END_BYTES and end["exit_code"] == 0:
-        with contextlib.suppress(OSError):  # larger than what was set aside: it may not fit on a full disk
+        with contextlib.suppress(OSError):  # more than was allocated at the start: a full disk may refuse it
             (job.path / "end.json").write_bytes(data)
             return
         data = json.dumps({"exit_code": 0, "result": {}}).encode()

@@ -28,7 +28,7 @@ from installer.base.layout import Layout
 
 GRACE_SECONDS = 60.0     # a request that nobody answers is granted then
 _POLL_SECONDS = 0.25
-_TAKING_SECONDS = 10.0   # the seat is kept for the person who was granted it for so long
+_TAKING_SECONDS = 10.0   # after a grant, in which nobody but the person it was given to may take the seat
 _MAX_BYTES = 4096
 
 

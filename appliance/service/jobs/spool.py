@@ -27,10 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.proc import ProcessId
+from installer.base.timestamps import compact_timestamp
 
 JobState = Literal["starting", "running", "ended", "killed"]
 
@@ -178,7 +179,7 @@ def make(layout: Layout, spec: dict[str, Any]) -> Job:
     """The directory of a new job, with all that its process and its readers need. Raises OSError, InstallError."""
     root = make_root(layout)
     _prune(root)
-    name = f"{spec['purpose']}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
+    name = f"{spec['purpose']}-{compact_timestamp()}-{secrets.token_hex(3)}"
     path = root / name.replace(" ", "-")
     path.mkdir(mode=0o700)
     try:
@@ -217,7 +218,7 @@ def find(layout: Layout, name: str | None) -> Job:
     if job is not None:
         return job
     message = t("There is no job called {name}.", name=name) if name else t("No job has run here since the last boot.")
-    raise InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint="atoll jobs list")
+    raise usage_error(message, "atoll jobs list")
 
 
 def _all(root: Path) -> Iterator[Job]:

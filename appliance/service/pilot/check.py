@@ -3,7 +3,7 @@
 from appliance.service.pilot.plan import PilotPlan
 from appliance.service.planning import cost
 from installer.access import api_keys
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.release import config
@@ -23,16 +23,14 @@ def check(layout: Layout, plan: PilotPlan) -> None:
     for stage in plan.stages:
         unknown = [user for user in stage.users if user not in names]
         if unknown:
-            raise unfit(t("Stage {name}: there is no usable API key for {users}.", name=stage.name,
-                          users=joined(unknown)),
-                        t("Look at the keys: {command}", command="atoll apikey list"))  # fmt: skip
+            raise usage_error(t("Stage {name}: there is no usable API key for {users}.", name=stage.name,
+                                users=joined(unknown)),
+                              t("Look at the keys: {command}", command="atoll apikey list"))  # fmt: skip
         wanted = stage.max_in_flight_per_key
         if wanted is not None and wanted != in_force:
-            raise unfit(t("Stage {name}: {wanted} requests at a time are planned for each key, {now} are allowed.",
-                          name=stage.name, wanted=wanted, now=in_force or t("any number")),
-                        t("Set max_in_flight_per_key = {wanted} in [{table}.limits] of {path}, then: atoll restart",
-                          wanted=wanted, table="gateway" if layout.system else "serve", path=layout.config))
-
-
-def unfit(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)
+            raise usage_error(
+                t("Stage {name}: {wanted} requests at a time are planned for each key, {now} are allowed.",
+                  name=stage.name, wanted=wanted, now=in_force or t("any number")),
+                t("Set max_in_flight_per_key = {wanted} in [{table}.limits] of {path}, then: atoll restart",
+                  wanted=wanted, table="gateway" if layout.system else "serve", path=layout.config),
+            )

@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from appliance.service.durations import seconds_in, short_time
 from appliance.service.pilot.check import check
-from appliance.service.pilot.plan import MOST_SECONDS, MOST_STAGES, USER, PilotPlan, Stage, seconds_of
-from installer.base.errors import ExitCode, InstallError
+from appliance.service.pilot.plan import MOST_SECONDS, MOST_STAGES, USER, PilotPlan, Stage
+from installer.base.errors import usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from offline_bundle.text import complaint
 
-_UNITS = (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60))
 _USER = re.compile(USER.replace(r"\z", "$"))
 
 
@@ -54,8 +54,8 @@ def _number(low: float, high: float, unit: str, *, scale: float = 1.0, whole: bo
 
 
 def _duration(text: str) -> float:
-    value = seconds_of(text)
-    if not isinstance(value, float):
+    value = seconds_in(text)
+    if value is None:
         raise ValueError(t("'{text}' is no time; write 90s, 30m, 8h, 5d or 2w", text=text))
     if not 1 <= value <= MOST_SECONDS:
         raise ValueError(t("{text} is impossible: a stage lasts 1 second to 366 days", text=text))
@@ -77,14 +77,6 @@ def _advance(text: str) -> str:
     if text not in ("auto", "manual"):
         raise ValueError(t("write auto or manual"))
     return text
-
-
-def short_time(seconds: float) -> str:
-    """5400.0 -> "90m": as a plan is written."""
-    for unit, size in _UNITS:
-        if seconds >= size and seconds % size == 0:
-            return f"{seconds / size:g}{unit}"
-    return f"{seconds:g}s"
 
 
 def _plain(value: Any) -> str:
@@ -124,7 +116,7 @@ def changed(layout: Layout, plan: PilotPlan, number: int, values: Mapping[str, s
         try:
             value = field.read(values[field.name].strip())
         except ValueError as error:
-            raise _wrong(t("{field}: {why}.", field=field.title, why=error.args[0])) from None
+            raise usage_error(t("{field}: {why}.", field=field.title, why=error.args[0])) from None
         (stage[field.where] if field.where else stage)[field.name] = value
     stages = [each.model_dump() for each in plan.stages]
     stages[number] = stage
@@ -134,7 +126,7 @@ def changed(layout: Layout, plan: PilotPlan, number: int, values: Mapping[str, s
 def added(plan: PilotPlan) -> list[dict[str, Any]]:
     """The stages of `plan` and one more, like its last one. Raises InstallError (usage)."""
     if len(plan.stages) >= MOST_STAGES:
-        raise _wrong(t("A pilot has at most {most} stages.", most=MOST_STAGES))
+        raise usage_error(t("A pilot has at most {most} stages.", most=MOST_STAGES))
     names = {stage.name for stage in plan.stages}
     name = next(name for number in range(1, MOST_STAGES + 2) if (name := f"stage-{number}") not in names)
     stages = [stage.model_dump() for stage in plan.stages]
@@ -144,7 +136,7 @@ def added(plan: PilotPlan) -> list[dict[str, Any]]:
 def removed(plan: PilotPlan, number: int) -> list[dict[str, Any]]:
     """Raises InstallError (usage) for the only stage."""
     if len(plan.stages) == 1:
-        raise _wrong(t("A pilot needs at least one stage."))
+        raise usage_error(t("A pilot needs at least one stage."))
     return [stage.model_dump() for at, stage in enumerate(plan.stages) if at != number]
 
 
@@ -152,10 +144,6 @@ def _checked(layout: Layout, plan: PilotPlan, stages: Sequence[dict[str, Any]], 
     try:
         whole = PilotPlan.model_validate({**plan.model_dump(include=set(PilotPlan.model_fields)), "stages": stages})
     except ValidationError as error:
-        raise _wrong(joined([complaint(each) for each in error.errors(include_url=False)], "; ")) from None
+        raise usage_error(joined([complaint(each) for each in error.errors(include_url=False)], "; ")) from None
     check(layout, whole.model_copy(update={"stages": [whole.stages[number]]}))
     return [stage.model_dump() for stage in whole.stages]
-
-
-def _wrong(message: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."))

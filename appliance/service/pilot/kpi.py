@@ -1,6 +1,5 @@
 """The figures of a stage, from the time series alone, and whether they stop it or meet its goal."""
 
-
 from pydantic import BaseModel
 
 from appliance.series import Window
@@ -14,8 +13,11 @@ _E2E, _KV = "e2e_request_latency_seconds", "kv_cache_usage_perc"
 
 
 class Kpi(BaseModel):
-    """Throughputs a second, latencies in milliseconds. `errors`: answers 5xx, and requests that the engine ended with
-    an error; a failed request without a stream is in both, so this is the most that it can be."""
+    """Throughputs a second, latencies in milliseconds.
+
+    `errors`: answers 5xx, and requests that the engine ended with an error. An upper bound: a failed request that was
+    not streamed counts as both.
+    """
 
     seconds: float = 0.0
     requests: float = 0.0
@@ -38,12 +40,9 @@ class Kpi(BaseModel):
 
 def requests_of(window: Window) -> tuple[float, float]:
     """Requests to the models, and how many of them failed."""
-    total = failed = 0.0
-    for handler in ("/v1/chat/completions", "/v1/completions"):
-        by_status = window.by_label("http_requests", "status", method="POST", handler=handler)
-        total += sum(count for status, count in by_status.items() if status != "4xx")
-        failed += by_status.get("5xx", 0.0)
-    failed += window.increase("request_success", finished_reason="error")
+    by_status = window.requests_by_status()
+    total = sum(count for status, count in by_status.items() if status != "4xx")
+    failed = by_status.get("5xx", 0.0) + window.increase("request_success", finished_reason="error")
     return total, min(failed, total)
 
 
@@ -56,7 +55,7 @@ def measure(window: Window, goal: Goal, *, per_hour: float | None = None) -> Kpi
     return Kpi(
         seconds=seconds, requests=requests, errors=errors, error_rate=errors / requests if requests else 0.0,
         tokens_in=tokens_in, tokens_out=tokens_out, throughput=window.rate("generation_tokens"),
-        ttft_p95=_ms(window.quantile(_TTFT, 0.95)), itl_p95=_ms(window.quantile(_ITL, 0.95)),
+        ttft_p95=window.milliseconds(_TTFT, 0.95), itl_p95=window.milliseconds(_ITL, 0.95),
         share_ttft=window.share_below(_TTFT, goal.ttft / 1000) if goal.ttft else None,
         share_e2el=window.share_below(_E2E, goal.e2el / 1000) if goal.e2el else None,
         kv_most=window.most(_KV), temperature_most=window.most("gpu_temperature"), up_share=window.mean(UP), cost=cost,
@@ -74,7 +73,7 @@ def tripped(window: Window, stop: Stop) -> list[str]:
     if stop.error_rate is not None and enough and errors / requests > stop.error_rate:
         found.append(t("error rate {seen:.1%}, limit {limit:.1%}", seen=errors / requests, limit=stop.error_rate))
     for name, metric, limit in (("TTFT", _TTFT, stop.ttft), ("ITL", _ITL, stop.itl)):
-        seen = _ms(window.quantile(metric, 0.95))
+        seen = window.milliseconds(metric, 0.95)
         if limit is not None and enough and seen is not None and seen > limit:
             found.append(t("{name} p95 {seen:.0f} ms, limit {limit:.0f} ms", name=name, seen=seen, limit=limit))
     usage = window.mean(_KV)
@@ -108,7 +107,3 @@ def judged(kpi: Kpi, goal: Goal) -> list[Finding]:
 
 def _one(id: str, title: str, ok: bool, observed: str, required: str) -> Finding:
     return made(f"pilot-{id}", "info" if ok else "block", ok, title, observed=observed, required=required)
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000

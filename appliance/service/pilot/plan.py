@@ -2,20 +2,18 @@
 or a separate file."""
 
 import json
-import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from installer.base.errors import ExitCode, InstallError
+from appliance.service.durations import seconds_in
+from installer.base.errors import InstallError, usage_error
 from installer.base.i18n import joined, plain, reason, t
 from installer.decide.answers import problems
 
 MOST_STAGES, MOST_SECONDS, MOST_FILE = 20, 366 * 86_400.0, 1 << 20
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d|w)?")
-_UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}\z")]
 USER = r"^(\*|[0-9a-f]{8}|group:[^\x00-\x1f]{1,64})\z"
@@ -25,9 +23,9 @@ Positive = Annotated[float, Field(gt=0, le=1e9)]
 
 
 def seconds_of(value: Any) -> Any:
-    """"8h" -> 28800.0; what is no such text as it is."""
-    found = _DURATION.fullmatch(value.strip().lower()) if isinstance(value, str) else None
-    return float(found[1]) * _UNITS[found[2]] if found else value
+    """"8h" -> 28800.0. Returns anything else as it is, for pydantic to judge."""
+    seconds = seconds_in(value) if isinstance(value, str) else None
+    return value if seconds is None else seconds
 
 
 Duration = Annotated[float, BeforeValidator(seconds_of), Field(ge=1, le=MOST_SECONDS)]
@@ -122,11 +120,8 @@ def read_plan(path: Path) -> PilotPlan:
 
 
 def unusable(where: Any, found: list[str]) -> InstallError:
-    return InstallError(
-        t("The pilot's plan {path} cannot be used: {names}.", path=where, names=joined(found, "; ")),
-        exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-        hint=t("Look at a good one: atoll pilot plan --example"),
-    )  # fmt: skip
+    return usage_error(t("The pilot's plan {path} cannot be used: {names}.", path=where, names=joined(found, "; ")),
+                       t("Look at a good one: atoll pilot plan --example"))  # fmt: skip
 
 
 EXAMPLE = """\

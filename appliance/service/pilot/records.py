@@ -11,8 +11,6 @@
 """
 
 import os
-import secrets
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +24,7 @@ from installer.base.i18n import t
 from installer.base.journal import Journal, Record, intact
 from installer.base.layout import Layout
 from installer.base.lock import InstallLock
+from installer.base.timestamps import new_run_id
 
 _AUDITED = ("began", "ended", "closed", "signed")
 
@@ -117,8 +116,7 @@ class Records:
     def __enter__(self) -> "Records":
         self._lock.__enter__()
         try:
-            run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
-            self.journal = Journal(run, _events(self.layout))
+            self.journal = Journal(new_run_id(), _events(self.layout))
             self.journal.open(path_of(self.layout))
         except BaseException:
             self._lock.__exit__(None, None, None)

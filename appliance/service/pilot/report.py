@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
@@ -20,10 +19,11 @@ from appliance.service.verification.report import charts
 from appliance.service.verification.report.markdown import safe, table
 from installer.audit import log
 from installer.base import fs
-from installer.base.errors import ExitCode, InstallError, usage_error
+from installer.base.errors import usage_error
 from installer.base.i18n import LANGUAGES, t, told
 from installer.base.layout import Layout
 from installer.base.messages import decode
+from installer.base.timestamps import timestamp
 
 STATUS = {
     "open": t("not begun"), "running": t("running"), "passed": t("passed"), "missed": t("goal missed"),
@@ -55,9 +55,8 @@ def recommends(state: PilotState) -> bool:
 def write(layout: Layout, directory: Path, state: PilotState, signed: dict[str, Any] | None = None) -> Report:
     """JSON, Markdown in both languages, HTML; each whole or not at all. Raises InstallError (usage), OSError."""
     if state.plan is None:
-        raise InstallError(t("There is no pilot to report on."), exit_code=ExitCode.USAGE,
-                           changed=t("Nothing was changed."),
-                           hint=t("Start one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
+        raise usage_error(t("There is no pilot to report on."),
+                          t("Start one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
     name = "pilot-" + state.planned_at.replace(":", "").replace("-", "")
     values = cost.assumed(state.plan.cost)
     facts = {"schema_version": 1, "go": recommends(state), "outcome": state.outcome, "planned_at": state.planned_at,
@@ -100,7 +99,7 @@ def sign(layout: Layout, directory: Path, decision: str, by: str, reason: str) -
                               t("Start a new one: atoll pilot start --plan FILE"))  # fmt: skip
         if decision == "go" and not recommends(state) and len(reason) < 3:
             raise usage_error(t("Not every stage has passed; to continue anyway, say why."), t("Add: --reason 'why'"))
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        at = timestamp()
         signed = {"decision": decision, "by": by, "reason": reason[:500], "at": at, **log.operator()}
         written = write(layout, directory, state, signed)
         records.add("signed", decision=decision, by=by, reason=reason[:500], sha256=written.files,

@@ -16,7 +16,7 @@ from appliance.service.dashboard.key import KEY as WATCHER_KEY
 from appliance.service.jobs.frontend import JobFrontend
 from appliance.service.jobs.process import Work
 from appliance.service.pilot import records as events
-from appliance.service.pilot.check import check, unfit
+from appliance.service.pilot.check import check
 from appliance.service.pilot.kpi import judged, measure, tripped
 from appliance.service.pilot.plan import PilotPlan, Stage
 from appliance.service.pilot.records import PilotState, Records
@@ -25,7 +25,7 @@ from appliance.service.verification.subject import KEY_NAME as VERIFICATION_KEY
 from appliance.service.verification.subject import Subject, of_installation
 from installer.access import api_keys
 from installer.audit import log
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.base.messages import encode
@@ -110,18 +110,18 @@ def advance(layout: Layout, by: str) -> str:
 
     state = events.read(layout)
     if not state.open or state.plan is None or state.current is None:
-        raise unfit(t("No pilot is running."), t("Start one: {command}", command="atoll pilot start --plan FILE"))
+        raise usage_error(t("No pilot is running."), t("Start one: {command}", command="atoll pilot start --plan FILE"))
     if holder(events.lock_of(layout)) is None:
-        raise unfit(t("Nobody watches the pilot right now."),
-                    t("Continue it: {command}", command="atoll pilot start"))  # fmt: skip
+        raise usage_error(t("Nobody watches the pilot right now."),
+                          t("Continue it: {command}", command="atoll pilot start"))  # fmt: skip
     stage, now = state.plan.stages[state.current], state.stages[state.current]
     left = stage.duration
     if now.start is not None:
         with contextlib.suppress(SeriesError), Series(events.series_of(layout)) as series:
             left = stage.duration - series.window(now.start, series.last_at or now.start).seconds
     if left > 0:
-        raise unfit(t("Stage {name} has {left:.0f} s left.", name=stage.name, left=left),
-                    t("Wait, or end the pilot: {command}", command="atoll pilot stop"))  # fmt: skip
+        raise usage_error(t("Stage {name} has {left:.0f} s left.", name=stage.name, left=left),
+                          t("Wait, or end the pilot: {command}", command="atoll pilot stop"))  # fmt: skip
     events.ask(layout, "advance", by)
     return t("The next stage begins.")
 
@@ -137,8 +137,8 @@ def _begin(records: Records, request: PilotRequest) -> PilotPlan:
             )  # fmt: skip
         return state.plan
     if request.plan is None or not request.plan.stages:
-        raise unfit(t("There is no pilot to continue."),
-                    t("Start one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
+        raise usage_error(t("There is no pilot to continue."),
+                          t("Start one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
     return request.plan
 
 
@@ -275,4 +275,4 @@ class _Watch:
 
 
 def nothing_installed() -> InstallError:
-    return unfit(t("Nothing is installed that a pilot could use."), t("Install first: atoll checklist run"))
+    return usage_error(t("Nothing is installed that a pilot could use."), t("Install first: atoll checklist run"))

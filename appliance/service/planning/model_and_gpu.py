@@ -47,7 +47,7 @@ def card_of(gpu: GpuFact | None) -> GpuModel | None:
 
 
 def _of_this_machine(name: str, memory: int, capability: tuple[int, int]) -> GpuModel:
-    """The memory as its driver reports it; the rest from the known card, if it is one."""
+    """Memory as the driver reports it; everything else from the catalogue, if it has this GPU."""
     try:
         known = find_card(name)
     except InstallError:

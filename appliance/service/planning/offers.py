@@ -20,14 +20,14 @@ from installer.decide.answers import Answers
 from installer.decide.frontend import Unattended
 from installer.decide.models import signed_manifest
 from installer.operate.install import Installer
-from installer.preflight.lookup_tables import signed_config
+from installer.preflight.lookup_tables import signed_config, text_config
 from installer.preflight.model_needs import bundles_on
 from offline_bundle.errors import BundleError
 from offline_bundle.model.manifest import BundleManifest
 
 Fit = Literal["fits", "tight", "no", "unknown"]
-TIGHT_USERS = 2           # with fewer full-length users than this it runs, but not for many
-_CPU_SHARE = 0.7          # of the memory that weights may take where a CPU computes
+TIGHT_USERS = 2           # a model that holds fewer full-length users than this is "tight"
+_CPU_SHARE = 0.7          # of main memory that weights may take on a CPU
 
 
 @dataclass(frozen=True)
@@ -106,18 +106,10 @@ def precision_of(config: Any) -> str:
     quantized = config.get("quantization_config") if isinstance(config, dict) else None
     if isinstance(quantized, dict):
         return str(quantized.get("quant_method") or "")
-    inner = _inner(config)
-    return str(inner.get("dtype") or inner.get("torch_dtype") or "").replace("bfloat16", "bf16").replace("float", "fp")
+    text = text_config(config)
+    return str(text.get("dtype") or text.get("torch_dtype") or "").replace("bfloat16", "bf16").replace("float", "fp")
 
 
 def _context_of(config: Any) -> int | None:
-    value = _inner(config).get("max_position_embeddings")
+    value = text_config(config).get("max_position_embeddings")
     return value if type(value) is int else None
-
-
-def _inner(config: Any) -> dict[str, Any]:
-    """The part of the configuration about text, if a model has others too."""
-    if not isinstance(config, dict):
-        return {}
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config

@@ -13,7 +13,7 @@ from appliance.service.presets.catalogue import GpuModel, catalogue
 from engine.config import EngineConfig
 from engine.errors import AtollError, OutOfMemoryPlanError
 from engine.plan import bytes_per_token, full_requests, native_context, plan_engine, weight_bytes
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import InstallError, usage_error
 from installer.base.i18n import t
 
 _STEP = 1024  # contexts are suggested in multiples of this
@@ -62,10 +62,10 @@ def check(knobs: Knobs) -> None:
     """Refuse numbers that make no sense. Raises InstallError."""
     for flag, value, most in (("--context", knobs.context, MOST_TOKENS), ("--users", knobs.users, MOST_USERS)):
         if value is not None and not 1 <= value <= most:
-            raise _wrong(t("{flag} {value} is out of range.", flag=flag, value=value),
-                         t("Give a whole number from 1 to {most}.", most=f"{most:,}"))  # fmt: skip
+            raise usage_error(t("{flag} {value} is out of range.", flag=flag, value=value),
+                              t("Give a whole number from 1 to {most}.", most=f"{most:,}"))  # fmt: skip
     if not 0 < knobs.gpu_memory_utilization <= 1:
-        raise _wrong(
+        raise usage_error(
             t("{flag} {value} is out of range.", flag="--gpu-memory-utilization", value=knobs.gpu_memory_utilization),
             t("Give a share above 0 and at most 1, such as 0.9."),
         )
@@ -198,15 +198,11 @@ def _config(model: Path, knobs: Knobs) -> EngineConfig:
 def _known(model: Path, knobs: Knobs) -> None:
     limit = native_context(model)
     if knobs.context is not None and knobs.context > limit:
-        raise _wrong(
+        raise usage_error(
             t("{flag} {value} is longer than the model's {limit} tokens.", flag="--context",
               value=f"{knobs.context:,}", limit=f"{limit:,}"), t("Ask for {limit} or less.", limit=f"{limit:,}"),
         )  # fmt: skip
 
 
-def _wrong(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)
-
-
 def _told(error: AtollError) -> InstallError:
-    return _wrong(error.message, error.hint)
+    return usage_error(error.message, error.hint)

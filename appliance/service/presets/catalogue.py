@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from engine.plan import PlannedGpu, shipped_shape
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import joined, t
 
 _HERE = Path(__file__).parent
@@ -151,12 +151,9 @@ def find_card(asked: str) -> GpuModel:
         found = next((card for card in cards.values() if _is_called(card, asked)), None)
     if found is None:
         classes = sorted({card.gpu_class for card in cards.values() if card.gpu_class})
-        raise InstallError(
-            t("No GPU called '{name}' is known.", name=asked), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."),
-            hint=t("Name one of {names}, or a class: {classes} GB.", names=joined(list(cards)),
-                   classes=joined([str(size) for size in classes])),
-        )  # fmt: skip
+        raise usage_error(t("No GPU called '{name}' is known.", name=asked),
+                          t("Name one of {names}, or a class: {classes} GB.", names=joined(list(cards)),
+                            classes=joined([str(size) for size in classes])))  # fmt: skip
     return found
 
 
@@ -164,11 +161,8 @@ def find_model(name: str) -> Model:
     """Raises InstallError."""
     models = catalogue().models
     if name not in models:
-        raise InstallError(
-            t("No model called '{name}' is known.", name=name), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."),
-            hint=t("Name one of {names}, or a directory with a config.json.", names=joined(list(models))),
-        )
+        raise usage_error(t("No model called '{name}' is known.", name=name),
+                          t("Name one of {names}, or a directory with a config.json.", names=joined(list(models))))
     return models[name]
 
 

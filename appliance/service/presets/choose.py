@@ -1,23 +1,23 @@
-"""The preset of a model that an operator brings: found by the model's shape, for this GPU and the use that was named.
+"""Finds the preset for a model that an operator brings: by the model's shape, this GPU and the named use.
 
     config.json ──► the catalogue's model ──► MODEL/WORKLOAD ──► flags of `atoll serve`, as settings of the instance
 
 The operator's own settings stay. Settings that an earlier preset wrote are replaced by the new preset's.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from appliance.service.findings import Finding, made
+from appliance.service.model_config import read_config
 from appliance.service.presets.answers import PresetAnswers
 from appliance.service.presets.catalogue import GpuModel, Model, catalogue
-from appliance.service.presets.resolve import Preset, find
-from installer.base.errors import ExitCode, InstallError
+from appliance.service.presets.resolve import Preset, Setting, find
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import joined, t
+from installer.preflight.lookup_tables import text_config
 
-Setting = int | float | str | bool
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "num_experts")
 
 
@@ -53,10 +53,8 @@ def choose(
         return Chosen(_about(t("none is made for a model of this shape; the engine chooses its own defaults")))
     if asked is None and answers.workload not in catalogue().workloads:
         known = joined(list(catalogue().workloads))
-        raise InstallError(
-            t("[preset] workload: '{workload}' is not known.", workload=answers.workload), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("Name one of {names}.", names=known),
-        )  # fmt: skip
+        raise usage_error(t("[preset] workload: '{workload}' is not known.", workload=answers.workload),
+                          t("Name one of {names}.", names=known))  # fmt: skip
     try:
         preset = find(asked or f"{model.name}/{answers.workload}", card)  # type: ignore[union-attr]
     except InstallError as error:
@@ -64,7 +62,7 @@ def choose(
             raise
         return Chosen(made("preset", "warn", False, t("Preset"), observed=error.message, fix=error.hint,
                            why=t("The engine fits itself to what is left, with a shorter context or fewer users.")))
-    settings = settings_of(preset)
+    settings = preset.settings
     kept = tuple(sorted(flag for flag, value in standing.items()
                         if flag in settings and value != settings[flag] and earlier.get(flag) != value))
     settings = {flag: value for flag, value in settings.items() if flag not in kept}
@@ -74,37 +72,17 @@ def choose(
 def known_model(config: Any) -> Model | None:
     """The catalogue's model of this shape. Fine-tuned weights have their base's shape, and its preset."""
     shape = _shape(config)
-    return next((model for model in catalogue().models.values() if _shape_of(model) == shape), None) if shape else None
-
-
-def settings_of(preset: Preset) -> dict[str, Setting]:
-    return {choice.flag.removeprefix("--"): _value(choice.value) for choice in preset.choices}
-
-
-def _shape_of(model: Model) -> tuple[Any, ...] | None:
-    return _shape(json.loads((model.directory / "config.json").read_text("utf-8")))
+    if shape is None:
+        return None
+    models = catalogue().models.values()
+    return next((model for model in models if _shape(read_config(model.directory)) == shape), None)
 
 
 def _shape(config: Any) -> tuple[Any, ...] | None:
-    """What distinguishes models. None if this is no configuration."""
-    if not isinstance(config, dict):
-        return None
-    text = config.get("text_config")
-    inner = text if isinstance(text, dict) else config
-    found = tuple(inner.get(name) for name in _SHAPE)
+    """The numbers that tell models apart. None if this is no configuration."""
+    text = text_config(config)
+    found = tuple(text.get(name) for name in _SHAPE)
     return found if all(type(value) is int for value in found[:4]) else None
-
-
-def _value(word: str | None) -> Setting:
-    """The value as TOML writes it. None means a switch."""
-    if word is None:
-        return True
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
 
 
 def _about(observed: str) -> Finding:

@@ -1,13 +1,13 @@
 """Which GPU kernels a medium carries: those of the presets' models with their flags, on the GPUs that presets know."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from appliance.service.model_config import read_config
 from appliance.service.presets.catalogue import GpuModel, Model, catalogue, find_card, find_model
 from appliance.service.presets.resolve import Preset, find, names
 from engine.plan import shipped_shape
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import InstallError, usage_error
 from installer.base.i18n import t
 from offline_bundle.runtime.kernels import Wish
 
@@ -23,19 +23,14 @@ def wishes(gpus: Sequence[str], models: Sequence[str]) -> list[Wish]:
     """
     if NONE in gpus:
         if len(gpus) > 1:
-            raise InstallError(
-                t("--gpu none excludes other GPUs."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-                hint=t("Name the GPUs that need kernels, or none."),
-            )
+            raise usage_error(t("--gpu none excludes other GPUs."), t("Name the GPUs that need kernels, or none."))
         return []
     cards = [find_card(name) for name in gpus] or list(catalogue().cards.values())
     chosen = [_model(name) for name in models] or list(catalogue().models.values())
     found = [wish for card in dict.fromkeys(cards) for model in chosen for wish in _of(model, card)]
     if not found:
-        raise InstallError(
-            t("None of these models fits one of these GPUs."), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("atoll presets --gpu NAME shows what fits."),
-        )
+        raise usage_error(t("None of these models fits one of these GPUs."),
+                          t("atoll presets --gpu NAME shows what fits."))  # fmt: skip
     return found
 
 
@@ -51,7 +46,7 @@ def _model(name: str) -> Model | Path:
 def _of(model: Model | Path, card: GpuModel) -> list[Wish]:
     """One wish for each format that `card` may run the model in."""
     if isinstance(model, Path):
-        quantized = "quantization_config" in json.loads((model / "config.json").read_text("utf-8"))
+        quantized = "quantization_config" in read_config(model)
         return [Wish(model, card.name, flags) for flags in ((), ("--quantization", "fp8"))[: 1 if quantized else 2]]
     return _of_presets(model, card)
 

@@ -21,6 +21,7 @@ from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import joined, t
 
 WHITE_PAPER = "white-paper"
+Setting = int | float | str | bool
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Preset:
         return [word for c in self.choices for word in (c.flag, c.value) if word is not None]
 
     @property
+    def settings(self) -> dict[str, Setting]:
+        """The flags as atoll.toml writes them."""
+        return {c.flag.removeprefix("--"): _setting(c.value) for c in self.choices}
+
+    @property
     def command(self) -> str:
         return shlex.join(["atoll", "serve", "MODEL_DIR", *self.argv])
 
@@ -82,6 +88,18 @@ class Preset:
             "speed": vars(self.speed),
             "plan": self.planned.numbers,
         }  # fmt: skip
+
+
+def _setting(word: str | None) -> Setting:
+    """A flag's value as TOML writes it. None: the flag is a switch."""
+    if word is None:
+        return True
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
 
 
 def names() -> list[str]:

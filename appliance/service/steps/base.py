@@ -1,4 +1,4 @@
-"""What a step of the checklist is, and what it is given. One step per file; register it in steps/__init__.py."""
+"""The interface of a checklist's step, and its input. One step per file; register it in steps/__init__.py."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

@@ -16,6 +16,7 @@ from installer.base.i18n import joined, t
 from installer.decide.answers import Answers
 from installer.decide.context import Model
 from installer.operate.install import Installer
+from installer.operate.settings_trial import settings_of
 from installer.preflight.lookup_tables import signed_config
 from installer.release import config
 
@@ -86,13 +87,7 @@ def _presets(job: StepJob) -> dict[str, "Chosen"]:
 
 def _standing(job: StepJob, text: str | None, model: Model) -> dict[str, Any]:
     """The instance's current settings: those in the file, and those that this run's answers name."""
-    if text is None:
-        table: dict[str, Any] = {}
-    elif job.layout.system:
-        table = config.model_tables(text, job.layout.config).get(model.instance, {})
-    else:
-        table = config.parse(text, job.layout.config)
-    return {name.replace("_", "-"): value for name, value in {**table, **model.choice.settings}.items()}
+    return config.with_dashes({**settings_of(job.layout, text or "", model.instance), **model.choice.settings})
 
 
 def _apply(job: StepJob, presets: Mapping[str, "Chosen"]) -> None:

@@ -15,7 +15,7 @@ from appliance.service.review import ReviewAnswers
 from appliance.service.steps.base import Step, StepJob
 from installer.access import licence
 from installer.access.licence import LicenceRequest
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import t
 from installer.decide.answers import Answers
 from installer.decide.context import Model
@@ -133,10 +133,6 @@ def _checked(answers: ReviewAnswers, said: dict[str, str]) -> ReviewAnswers:
     try:
         return ReviewAnswers.model_validate({**said, **answers.model_dump(exclude_none=True), **said})
     except ValueError as error:
-        raise InstallError(
-            t("An answer of the review cannot be used: {names}.", names=", ".join(
-                str(entry["loc"][0]) for entry in getattr(error, "errors", list)())),
-            exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."),
-            hint=t("Days are written YYYY-MM-DD, answers have at most 500 characters."),
-        ) from error
+        raise usage_error(t("An answer of the review cannot be used: {names}.", names=", ".join(
+                              str(entry["loc"][0]) for entry in getattr(error, "errors", list)())),
+                          t("Days are written YYYY-MM-DD, answers have at most 500 characters.")) from error

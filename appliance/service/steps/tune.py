@@ -56,8 +56,7 @@ class TuneStep(Step):
         layout = Layout.server(machine.prefix) if machine.form == "server" else Layout.at(machine.prefix)
         text = config.read_text(layout.config)
         for tuned in summary.get("models", []):
-            now = settings_of(layout, text or "", tuned["model"])
-            now = {name.replace("_", "-"): value for name, value in now.items()}
+            now = config.with_dashes(settings_of(layout, text or "", tuned["model"]))
             for name, value in tuned["setting"].items():
                 if now.get(name) != value:
                     return t("{name} was changed after it was tuned", name=name)

@@ -1,14 +1,14 @@
 """The four knobs of an installed model on one memory budget: what fits, with which reserve, at which expected speed.
 
-A front turns a knob and asks `Board.seen`; the memory planner answers in a millisecond once PyTorch is loaded. Nothing
-is written here: `settings` are what the step "tune" will set.
+A front turns a knob and calls `Board.seen`; the memory planner answers in a millisecond once PyTorch is loaded. Nothing
+is written here: the step "tune" sets `settings`.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from appliance.service.facts import machine_facts
+from appliance.service.model_config import read_config
 from appliance.service.planning import model_and_gpu, planner
 from appliance.service.planning.planner import MOST_TOKENS, MOST_USERS, Knobs, Planned
 from appliance.service.presets.answers import PresetAnswers
@@ -18,15 +18,13 @@ from appliance.service.presets.resolve import Preset
 from appliance.service.tuning.knobs import engine_config
 from engine.config import EngineConfig
 from engine.plan import native_context
-from installer.base.errors import ExitCode, InstallError
-from installer.base.i18n import Text, t
+from installer.base.errors import usage_error
+from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
 from installer.release import release
 
 Setting = dict[str, int | float | str | bool]
-FLAGS = {"context": "max-model-len", "sequences": "max-num-seqs", "gpu_memory_utilization": "gpu-memory-utilization",
-         "kv_cache_dtype": "kv-cache-dtype"}  # fmt: skip
 PRECISIONS = ("auto", "fp8", "int8")
 LEAST_SHARE, MOST_SHARE = 0.05, 1.0
 _TITLES = {
@@ -118,8 +116,7 @@ class Board:
         """The four settings, as `atoll.toml` has them. Raises InstallError (usage) for what does not fit."""
         seen = self.seen(knobs)
         if seen.planned is None:
-            raise InstallError(seen.fits, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-                               hint=seen.helps[0] if seen.helps else "")  # fmt: skip
+            raise usage_error(seen.fits, seen.helps[0] if seen.helps else "")
         numbers = seen.planned.numbers
         return {"max-model-len": numbers["max_model_len"], "max-num-seqs": numbers["max_num_seqs"],
                 "gpu-memory-utilization": knobs.gpu_memory_utilization, "kv-cache-dtype": knobs.kv_cache_dtype}
@@ -132,10 +129,8 @@ def boards(layout: Layout, answers: PresetAnswers) -> list[Board]:
     """One for each installed model. Loads PyTorch. Raises InstallError."""
     committed = history_of(layout).committed
     if committed is None:
-        raise InstallError(
-            t("Nothing is installed yet, so there is nothing to tune."), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("Install first: atoll checklist run"),
-        )  # fmt: skip
+        raise usage_error(t("Nothing is installed yet, so there is nothing to tune."),
+                          t("Install first: atoll checklist run"))  # fmt: skip
     gpus = machine_facts(layout).gpus
     found = []
     for bundle in release.bundles_of(committed):
@@ -150,7 +145,7 @@ def boards(layout: Layout, answers: PresetAnswers) -> list[Board]:
 def board_of(
     name: str, title: str, directory: Path, card: GpuModel | None, config: EngineConfig, answers: PresetAnswers,
 ) -> Board:  # fmt: skip
-    """With the knobs as the settings have them; what these leave to the engine is as it would choose."""
+    """The board with its knobs at the current settings; a knob that is not set stands where the engine would put it."""
     context = config.max_model_len if isinstance(config.max_model_len, int) else None
     knobs = Knobs(context=context, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
                   gpu_memory_utilization=config.gpu_memory_utilization, sequences=config.max_num_seqs)  # fmt: skip
@@ -158,14 +153,8 @@ def board_of(
         return Board(name, title, directory, None, knobs)
     if (found := planner.plan(directory, card, knobs)) is not None:
         knobs = replace(knobs, context=found.context, sequences=found.numbers["max_num_seqs"])
-    chosen = choose(name, _config_of(directory), card, answers, {}, {})
+    chosen = choose(name, read_config(directory), card, answers, {}, {})
     return Board(name, title, directory, card, knobs, chosen.preset, "" if chosen.preset else chosen.finding.observed)
-
-
-def _config_of(directory: Path) -> Any:
-    import json
-
-    return json.loads((directory / "config.json").read_text("utf-8"))
 
 
 def _check(knobs: Knobs, longest: int) -> None:
@@ -174,15 +163,11 @@ def _check(knobs: Knobs, longest: int) -> None:
               (t("Users at once"), knobs.sequences, MOST_USERS))  # fmt: skip
     for title, value, most in limits:
         if value is not None and not 1 <= value <= most:
-            raise _wrong(t("{title}: a whole number from 1 to {most}.", title=title, most=f"{most:,}"))
+            raise usage_error(t("{title}: a whole number from 1 to {most}.", title=title, most=f"{most:,}"))
     if not LEAST_SHARE <= knobs.gpu_memory_utilization <= MOST_SHARE:
-        raise _wrong(t("GPU memory share: a number from {least} to {most}.", least=LEAST_SHARE, most=MOST_SHARE))
+        raise usage_error(t("GPU memory share: a number from {least} to {most}.", least=LEAST_SHARE, most=MOST_SHARE))
     if knobs.kv_cache_dtype not in PRECISIONS:
-        raise _wrong(t("KV precision: auto, fp8 or int8."))
-
-
-def _wrong(message: Text) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."))
+        raise usage_error(t("KV precision: auto, fp8 or int8."))
 
 
 def _parts(found: Planned) -> tuple[Part, ...]:

@@ -6,19 +6,20 @@ layers' states if the model has any. On a CPU: sequences and tokens.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from appliance.service.presets.catalogue import GpuModel
+from appliance.service.presets.resolve import Preset
 from appliance.service.tuning.search import Knob, Setting, Space, Value
 from engine.capabilities import nvidia_driver_present, resolve_device
 from engine.config import EngineConfig
 from engine.errors import AtollError
 from engine.plan import PlannedGpu, plan_engine
 from engine.server.settings.commands import model_config, parse_serve
-from installer.base.errors import ExitCode, InstallError, usage_error
+from installer.base.errors import usage_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
+from installer.release.config import with_dashes
 
 SEQS, TOKENS, SHARE = "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization"
 KV, STATES = "kv-cache-dtype", "mamba-ssm-cache-dtype"
@@ -56,15 +57,7 @@ def engine_config(layout: Layout, instance: str) -> EngineConfig:
             return model_config(instance, layout.config)
         return parse_serve(["--config", str(layout.config)]).engine
     except AtollError as error:
-        raise InstallError(
-            error.message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-            hint=error.hint or t("Correct it in {path}.", path=layout.config),
-        ) from error
-
-
-def normal(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """With one spelling of each key: a flag may be written with dashes or underscores."""
-    return {key.replace("_", "-"): value for key, value in settings.items()}
+        raise usage_error(error.message, error.hint or t("Correct it in {path}.", path=layout.config)) from error
 
 
 class Knobs:
@@ -78,7 +71,7 @@ class Knobs:
         self, config: EngineConfig, settings: Mapping[str, Any], traffic: Traffic, *, card: GpuModel | None = None,
         ours: Mapping[str, Collection[Any]] | None = None, only: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self.config, self.settings, self.traffic, self.card = config, normal(settings), traffic, card
+        self.config, self.settings, self.traffic, self.card = config, with_dashes(settings), traffic, card
         self.ours, self.only = ours or {}, only
         has_gpu = card is not None or config.device == "cuda" or nvidia_driver_present()
         self.device = resolve_device(config.device, has_gpu)
@@ -201,20 +194,6 @@ def _knob(name: str, amounts: list[Any], written: Any, now: Any) -> Knob | None:
     return Knob(name, values, amounts.index(now), now if isinstance(now, int) else None)
 
 
-def preset_values(argv: list[str]) -> dict[str, Any]:
-    """Knob → value, from a preset's flags."""
-    found: dict[str, Any] = {}
-    for flag, value in pairwise(argv):
-        name = flag.removeprefix("--")
-        if flag.startswith("--") and name in KNOBS:
-            found[name] = _number(value)
-    return found
-
-
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def preset_values(preset: Preset) -> dict[str, Any]:
+    """Knob → the preset's value."""
+    return {name: value for name, value in preset.settings.items() if name in KNOBS}

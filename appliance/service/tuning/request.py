@@ -1,11 +1,11 @@
 """The request of a tuning, and its bounds."""
 
-import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from installer.base.errors import ExitCode, InstallError
+from appliance.service.durations import seconds_in
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 from installer.base.timeouts import START_TIMEOUT
 
@@ -16,8 +16,6 @@ MOST_TRIALS = 40
 
 PROFILES = {"long-documents": "documents", "one-user": "single"}   # other names of built-in profiles
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h)?")
-_SECONDS = {None: 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 Word = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 
 
@@ -48,12 +46,8 @@ class TuneRequest(BaseModel):
 
 def seconds_of(text: str, flag: str = "--budget") -> float:
     """Seconds of 90s, 10m, 1.5h or a plain number. Raises InstallError (usage)."""
-    found = _DURATION.fullmatch(text.strip().lower())
-    if found is None or not LEAST_BUDGET <= (seconds := float(found[1]) * _SECONDS[found[2]]) <= MOST_BUDGET:
-        raise InstallError(
-            t("{flag} {value} cannot be used.", flag=flag, value=text[:40]),
-            exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."),
-            hint=t("Give a time from 30s to 24h, such as 10m."),
-        )
+    seconds = seconds_in(text)
+    if seconds is None or not LEAST_BUDGET <= seconds <= MOST_BUDGET:
+        raise usage_error(t("{flag} {value} cannot be used.", flag=flag, value=text[:40]),
+                          t("Give a time from 30s to 24h, such as 10m."))  # fmt: skip
     return seconds

@@ -26,11 +26,13 @@ from appliance.service.tuning.request import MOST_TRIALS, TuneRequest
 from appliance.service.tuning.score import beats
 from appliance.service.tuning.search import Failure, Position, Space, Trial, best_of, propose
 from engine.errors import KILLED, OUT_OF_MEMORY
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.messages import decode, encode
+from installer.base.timestamps import new_run_id
 from installer.operate.settings_trial import SettingsTrial
+from installer.release.config import with_dashes
 
 
 class Tuning:
@@ -59,13 +61,12 @@ class Tuning:
 
     def run(self) -> dict[str, Any]:
         """Returns the result. Raises InstallError, OSError; the settings from before the tuning are in force then."""
-        run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
         request = self.request
         trial = SettingsTrial(self.layout, self.frontend, request.model, start_timeout=request.start_timeout)
         with trial as self.trial:
             if request.fresh:
                 records.mend(self.layout)
-            with Records(self.layout, run) as self.records:
+            with Records(self.layout, new_run_id()) as self.records:
                 self._plan_search()
                 stopped = self._search()
                 return self._conclude(stopped)
@@ -90,11 +91,10 @@ class Tuning:
                 self.frontend.note(t("{name} stays at {value}: {why}.", name=pinned.name,
                                      value=advice.shown(pinned.value), why=pinned.why))  # fmt: skip
         if not self.space.knobs:
-            raise InstallError(
-                t("There is nothing to tune: every setting is fixed."), exit_code=ExitCode.USAGE,
-                changed=t("Nothing was changed."),
-                hint=t("Remove your own values from {path}, or name settings that may change: --only max-num-seqs",
-                       path=self.layout.config),
+            raise usage_error(
+                t("There is nothing to tune: every setting is fixed."),
+                t("Remove your own values from {path}, or name settings that may change: --only max-num-seqs",
+                  path=self.layout.config),
             )
         self._open_session()
 
@@ -107,10 +107,10 @@ class Tuning:
                 return {}
             name = f"{model}/{self.profile.name}"
             try:
-                return preset_values(find_preset(name, card).argv)
+                return preset_values(find_preset(name, card))
             except InstallError:  # it does not fit here, so no search has started from it
                 return {}
-        return preset_values(find_preset(name, card).argv)
+        return preset_values(find_preset(name, card))
 
     def _open_session(self) -> None:
         question = self._question()
@@ -135,8 +135,9 @@ class Tuning:
         """Hash of everything that the trials' results depend on."""
         knobs = [[knob.name, list(knob.values), knob.start] for knob in self.space.knobs]
         model = self.trial.model
+        tuned = {knob.name for knob in self.space.knobs}
         rest = {name: value for name, value in self.trial.settings().items()
-                if name.replace("_", "-") not in {knob.name for knob in self.space.knobs}}
+                if name.replace("_", "-") not in tuned}  # fmt: skip
         facts = [self.request.target, self.profile.model_dump(mode="json"), self.request.seconds_of_load, model.digest,
                  model.instance, self.trial.context.target().name, knobs, rest]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -274,8 +275,8 @@ class Tuning:
 
     def _keep(self, position: Position) -> None:
         setting = self.space.setting(position)
-        own = self.trial.own_settings()
-        before = {name: own.get(name, own.get(name.replace("-", "_"))) for name in setting}
+        own = with_dashes(self.trial.own_settings())
+        before = {name: own.get(name) for name in setting}
         self.records.add("keeping", session=self.session.id, model=self.trial.model.instance, setting=setting,
                          before=before)  # fmt: skip
         self.trial.keep(setting=setting, target=self.request.target, by=self.request.by)

@@ -10,7 +10,7 @@ knobs hardly depend on each other, so a handful of trials finds what a grid woul
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from appliance.service.tuning.score import MARGIN, Score, beats
 
@@ -176,16 +176,3 @@ def _worth(space: Space, position: Position, trials: Sequence[Trial]) -> bool:
         if trial.failure == "memory" and all(a >= b for a, b in zip(position, trial.position, strict=True)):
             return False
     return space.fits(space.setting(position))
-
-
-def settings_left(space: Space, trials: Sequence[Trial]) -> int:
-    """Upper bound of the trials that can follow: every setting that was not tried."""
-    total = 1
-    for knob in space.knobs:
-        total *= len(knob.values)
-    return total - len({trial.position for trial in trials})
-
-
-def as_facts(space: Space, trial: Trial) -> dict[str, Any]:
-    return {"setting": space.setting(trial.position), "failure": trial.failure,
-            "score": trial.score.to_json() if trial.score else None}  # fmt: skip

@@ -1,7 +1,5 @@
 """Tuning as a job: started, watched and cancelled like an install; and the reset to the settings from before."""
 
-import secrets
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,15 @@ from appliance.service.tuning.measure import LoadDriver, parse_target, profile_c
 from appliance.service.tuning.records import Records
 from appliance.service.tuning.request import TuneRequest
 from appliance.service.tuning.run import Tuning
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.lock import refuse_if_busy
 from installer.base.messages import decode
 from installer.base.timeouts import START_TIMEOUT
+from installer.base.timestamps import new_run_id
 from installer.operate.settings_trial import SettingsTrial, recover
+from installer.release.config import with_dashes
 
 
 def run_tuning(
@@ -73,21 +73,22 @@ def reset_work(given: dict[str, Any], layout: Layout) -> Work:
     def work(frontend: JobFrontend) -> dict[str, Any]:
         start_guard(frontend.job)
         recover(layout, frontend)
-        with SettingsTrial(layout, frontend, given["model"]) as trial:
-            run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-reset-{secrets.token_hex(3)}"
-            with Records(layout, run) as events:
-                instance = trial.model.instance
-                before = records.original(events.records, instance)
-                if not before:
-                    raise InstallError(
-                        t("No setting of {model} was tuned, so there is nothing to go back to.", model=instance),
-                        exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint="atoll tune show",
-                    )  # fmt: skip
-                frontend.step(t("settings"), "begin")
-                seconds = trial.start_with(before)
-                frontend.step(t("settings"), "done", t("ready in {seconds:.1f} s", seconds=seconds))
-                trial.keep(setting=before, reset=True, by=given["by"])
-                events.add("reset", model=instance, setting=before)
+        with (
+            SettingsTrial(layout, frontend, given["model"]) as trial,
+            Records(layout, new_run_id("reset")) as events,
+        ):
+            instance = trial.model.instance
+            before = records.original(events.records, instance)
+            if not before:
+                raise usage_error(
+                    t("No setting of {model} was tuned, so there is nothing to go back to.", model=instance),
+                    "atoll tune show",
+                )
+            frontend.step(t("settings"), "begin")
+            seconds = trial.start_with(before)
+            frontend.step(t("settings"), "done", t("ready in {seconds:.1f} s", seconds=seconds))
+            trial.keep(setting=before, reset=True, by=given["by"])
+            events.add("reset", model=instance, setting=before)
         return {"model": instance, "setting": before}
 
     return work
@@ -101,16 +102,17 @@ def set_exactly(
     settings from before are in force then."""
     start_guard(frontend.job)
     recover(layout, frontend, timeout=timeout)
-    with SettingsTrial(layout, frontend, model, start_timeout=timeout) as trial:
-        run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-set-{secrets.token_hex(3)}"
-        with Records(layout, run) as events:
-            frontend.step(t("settings"), "begin")
-            seconds = trial.start_with(settings)
-            frontend.step(t("settings"), "done", t("ready in {seconds:.1f} s", seconds=seconds))
-            own = trial.own_settings()
-            before = {name: own.get(name, own.get(name.replace("-", "_"))) for name in settings}
-            events.add("keeping", session="", model=trial.model.instance, setting=dict(settings), before=before)
-            trial.keep(setting=dict(settings), by_hand=True)
+    with (
+        SettingsTrial(layout, frontend, model, start_timeout=timeout) as trial,
+        Records(layout, new_run_id("set")) as events,
+    ):
+        frontend.step(t("settings"), "begin")
+        seconds = trial.start_with(settings)
+        frontend.step(t("settings"), "done", t("ready in {seconds:.1f} s", seconds=seconds))
+        own = with_dashes(trial.own_settings())
+        before = {name: own.get(name) for name in settings}
+        events.add("keeping", session="", model=trial.model.instance, setting=dict(settings), before=before)
+        trial.keep(setting=dict(settings), by_hand=True)
 
 
 def last(layout: Layout, model: str | None = None) -> dict[str, Any] | None:

@@ -10,9 +10,7 @@ from appliance.service.verification.subject import Subject
 from installer.base.i18n import t
 
 Told = Callable[[str, int, int], None]
-"A label, how much is done, and of how much."
-
-
+"""Progress: label, done, total."""
 Numbers = Callable[[str, dict[str, Any]], None]
 """Live numbers: their topic, and what was measured."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from appliance.load.slo import Slo
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import InstallError, usage_error
 from installer.base.i18n import joined, t
 
 Group = Literal["health", "conformance", "quality", "performance", "stability", "security"]
@@ -77,8 +77,6 @@ def with_targets(targets: Targets, words: list[str]) -> Targets:
 
 
 def _wrong(pair: str) -> InstallError:
-    return InstallError(
-        t("'{pair}' is not a target.", pair=pair), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-        hint=t("Targets are {names}; write ttft=500ms, users=8 or share=99%.",
-               names=joined(list(Targets.model_fields))),
-    )  # fmt: skip
+    return usage_error(t("'{pair}' is not a target.", pair=pair),
+                       t("Targets are {names}; write ttft=500ms, users=8 or share=99%.",
+                         names=joined(list(Targets.model_fields))))  # fmt: skip

@@ -24,6 +24,7 @@ from appliance.service.verification.subject import Subject
 from installer.base import fs
 from installer.base.errors import InstallError
 from installer.base.i18n import plain, t
+from installer.base.timestamps import timestamp
 
 RUNNERS: Mapping[Group, Callable[[Verifying], Coroutine[Any, Any, list[Finding]]]] = {
     "health": health.run, "conformance": conformance.run, "quality": quality.run, "performance": performance.run,
@@ -82,7 +83,7 @@ def verify(
     `state`: a directory where finished groups are kept until `forget`. Raises OSError if it cannot be written, and
     KeyboardInterrupt.
     """
-    begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    begun = timestamp()
     inputs = _inputs(subject, plan)
     groups = []
     for group in dict.fromkeys(plan.groups):
@@ -112,7 +113,7 @@ def forget(state: Path) -> None:
 
 
 def _one(group: Group, work: Verifying) -> GroupResult:
-    at, begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+    at, begun = timestamp(), time.monotonic()
     try:
         found = run_in_loop(RUNNERS[group](work))
     except (InstallError, HttpError, OSError, TimeoutError, ValueError) as error:

@@ -1,18 +1,19 @@
 """What is verified: an endpoint and, if it is this installation's, its files and processes too."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from appliance.load.target import Target
+from appliance.service.model_config import read_config
 from installer.access import api_keys
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import usage_error
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
+from installer.preflight.lookup_tables import text_config
 from installer.release import config, release
 from installer.service.choice import service_for
 from installer.service.reload import reload_gateway
@@ -43,10 +44,9 @@ class Served:
         """Whether its checkpoint holds quantised weights."""
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             if self.directory is not None:
-                config = json.loads((self.directory / "config.json").read_text("utf-8"))
-                holders = (config, config.get("text_config") or {})
-                named = any(holder.get(name) for holder in holders for name in ("quantization_config",
-                                                                               "compression_config"))  # fmt: skip
+                whole = read_config(self.directory)
+                named = any(part.get(name) for part in (whole, text_config(whole))
+                            for name in ("quantization_config", "compression_config"))  # fmt: skip
                 return named or (self.directory / "hf_quant_config.json").is_file()
         return False
 
@@ -57,14 +57,14 @@ class Served:
         return bool(self._setting("quantization")) or kv.startswith(("fp8", "int"))
 
     def _setting(self, name: str) -> Any:
-        return self.settings.get(name, self.settings.get(name.replace("-", "_")))
+        return config.with_dashes(self.settings).get(name)
 
     @property
     def family(self) -> str:
         """The model's type from its config.json; empty if that cannot be read."""
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             if self.directory is not None:
-                return str(json.loads((self.directory / "config.json").read_text("utf-8")).get("model_type", ""))
+                return str(read_config(self.directory).get("model_type", ""))
         return ""
 
 
@@ -98,10 +98,7 @@ def of_installation(
     """This installation, with a separate API key that is removed afterwards. Raises InstallError."""
     committed = history_of(layout).committed
     if committed is None:
-        raise InstallError(
-            t("Nothing is installed that could be verified."), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("Install first: atoll checklist run"),
-        )  # fmt: skip
+        raise usage_error(t("Nothing is installed that could be verified."), t("Install first: atoll checklist run"))
     endpoint = config.standing(layout)
     text = config.read_text(layout.config)
     tables = config.model_tables(text, layout.config) if layout.system else {}

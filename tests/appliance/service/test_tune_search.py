@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.service.presets.catalogue import find_card, find_model
+from appliance.service.presets.resolve import find
 from appliance.service.tuning.knobs import Knobs, Traffic, preset_values, sequence_steps, token_steps
 from appliance.service.tuning.score import Score, beats
 from appliance.service.tuning.search import Failure, Knob, Lack, Position, Space, Trial, best_of, propose
@@ -199,6 +200,5 @@ def test_a_gpu_that_nobody_knows_is_tuned_without_a_plan() -> None:
 
 
 def test_a_presets_values() -> None:
-    argv = ["--max-num-seqs", "256", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.9",
-            "--kv-cache-dtype", "fp8"]  # fmt: skip
-    assert preset_values(argv) == {"max-num-seqs": 256, "gpu-memory-utilization": 0.9, "kv-cache-dtype": "fp8"}
+    values = preset_values(find("gemma4-12b/chat", find_card("l4")))
+    assert values == {"max-num-seqs": 256, "gpu-memory-utilization": 0.9, "kv-cache-dtype": "fp8"}
