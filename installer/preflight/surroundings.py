@@ -90,12 +90,13 @@ def _other_servers(context: PreflightContext) -> list[Owner]:
 
 
 def _is_strange(context: PreflightContext, root: Path) -> bool:
-    """Whether it holds more than empty directories, which an uninstall may leave, and code that install.sh unpacks."""
-    if root != context.layout.opt:
-        return has_files(root)
-    return any(has_files(child) if child.is_dir() else True for child in root.iterdir() if child.name != "code")
+    """Whether it holds more than what may be there without a journal: empty directories, which an uninstall may leave,
+    code that install.sh unpacks, and the lock, if an install was cut off before it began its journal."""
+    if root == context.layout.opt:
+        return any(not child.is_dir() or _files(child) for child in root.iterdir() if child.name != "code")
+    return bool(_files(root) - {context.layout.lock})
 
 
-def has_files(root: Path) -> bool:
-    """Whether anything but directories is below."""
-    return any(files for _, _, files in os.walk(root))
+def _files(root: Path) -> set[Path]:
+    """Everything below but directories."""
+    return {Path(directory, name) for directory, _, names in os.walk(root) for name in names}

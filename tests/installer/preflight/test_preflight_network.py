@@ -278,13 +278,14 @@ def test_an_unknown_installation(tmp_path: Path) -> None:
     (plans.layout.opt / "code/abc").mkdir(parents=True)
     (plans.layout.opt / "code/abc/file").touch()        # what install.sh unpacks before the journal begins
     (plans.layout.lib / "models").mkdir(parents=True)   # what an uninstall may leave
+    plans.layout.state.mkdir(parents=True)
+    plans.layout.lock.touch()                           # an install was cut off before it began its journal
     assert surroundings.conflicts(plans).status == "pass"
     (plans.layout.etc).mkdir(parents=True)
     (plans.layout.etc / "atoll.toml").touch()
     record = surroundings.conflicts(plans)
     assert record.status == "fail"
     assert str(plans.layout.etc) in record.command
-    plans.layout.state.mkdir(parents=True)
     plans.layout.journal.touch()
     assert surroundings.conflicts(plans).status == "pass"
 
