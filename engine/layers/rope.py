@@ -20,7 +20,7 @@ from engine.message import msg
 
 class Rope(NamedTuple):
     """What a layer needs for rotating. cos and sin [n, 1, r]: on a CPU for the step's tokens, on a GPU for all
-    positions."""
+    positions. On a CPU, if the whole head is rotated, they are [n, 1, d] instead: (cos, cos) and (-sin, sin)."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -36,6 +36,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, max_len: int, rope: dict[str, Any]) -> None:
         super().__init__()
         inv_freq, factor = inverse_frequencies(head_dim, rope)
+        self.whole_head = 2 * len(inv_freq) == head_dim
         self.distance = head_dim // 2 if rope.get("rope_type") == "proportional" else len(inv_freq)
         angle = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq)
         self.register_buffer("cos", (angle.cos() * factor).unsqueeze(1), persistent=False)
@@ -48,12 +49,17 @@ class RotaryEmbedding(nn.Module):
         """
         if self.cos.is_cuda:
             return Rope(self.cos, self.sin, self.distance)
-        return Rope(self.cos[positions].to(dtype), self.sin[positions].to(dtype), self.distance)
+        cos, sin = self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+        if self.whole_head:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return Rope(cos, sin, self.distance)
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """x [T, H, d] rotated; a new tensor."""
     cos, sin, distance = rope
+    if cos.shape[-1] == x.shape[-1]:  # the two halves swap places: fewer operators than half by half
+        return torch.mul(x, cos).addcmul_(x.roll(distance, -1), sin)
     pairs = cos.shape[-1]
     whole = 2 * pairs == x.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if whole else x.clone()

@@ -32,6 +32,15 @@ class DecodeBucket:
     seq_lens: torch.Tensor     # [b]
     max_len: int               # L
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # window -> [b, 1, L]
+    wide: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # shape of heads -> `wide_queries`
+
+    def wide_queries(self, q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """Zeros [b, Hkv, G, Hkv, D], G = Hq / Hkv, of which `_decode` overwrites the diagonal. Layers share them."""
+        group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
+        shape = num_kv_heads, group, num_kv_heads, head_dim
+        if shape not in self.wide:
+            self.wide[shape] = q.new_zeros(len(self.q_index), *shape)
+        return self.wide[shape]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         if window not in self.masks:
@@ -162,16 +171,19 @@ def paged_attention(
     are read from k and v alone: the cache may not hold those that leave the window within the step. With `window`, a
     token sees the `window` newest positions, itself included. With `softcap` c, a score s becomes c tanh(s / c).
     """
+    if len(q) == 1 and batch.decodes:  # one stream
+        return _decode(q, k_cache, v_cache, batch.decodes[0], scale, k_scale, v_scale, window, softcap)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for bucket in batch.decodes:
-        _decode(out, q, k_cache, v_cache, bucket, scale, k_scale, v_scale, window, softcap)
+        query = q.index_select(0, bucket.q_index)
+        found = _decode(query, k_cache, v_cache, bucket, scale, k_scale, v_scale, window, softcap)
+        out.index_copy_(0, bucket.q_index, found)
     for segment in batch.prefills:
         _prefill(out, q, k, v, k_cache, v_cache, segment, scale, window, softcap, k_scale, v_scale)
     return out
 
 
 def _decode(
-    out: torch.Tensor,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -181,17 +193,15 @@ def _decode(
     v_scale: KvScale,
     window: int | None,
     softcap: float | None,
-) -> None:
-    num_q_heads, head_dim = q.shape[1:]
+) -> torch.Tensor:
+    """q [b, Hq, D], the bucket's queries -> [b, Hq, D]"""
+    b, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
-    group = num_q_heads // num_kv_heads
-    b = bucket.q_index.shape[0]
     # One GEMM over all key heads at once: each query head occupies its key head's columns of an otherwise zero row.
     #     [b, Hq, Hkv D] x [b, L, Hkv D]ᵀ
     # This is Hkv times the arithmetic, and still faster: there are far fewer and larger GEMMs.
-    wide = q.new_zeros(b, num_kv_heads, group, num_kv_heads, head_dim)
-    query = q.index_select(0, bucket.q_index).view(b, num_kv_heads, group, head_dim)
-    wide.diagonal(dim1=1, dim2=3).copy_(query.permute(0, 2, 3, 1))
+    wide = bucket.wide_queries(q, num_kv_heads)
+    _own_columns(wide).copy_(q.view(b, num_kv_heads, -1, head_dim))
     key = _read(k_cache, k_scale, bucket.pages, q.dtype).view(b, bucket.max_len, -1)
     value = _read(v_cache, v_scale, bucket.pages, q.dtype).view(b, bucket.max_len, -1)
     scale *= _factor(k_scale)
@@ -200,11 +210,15 @@ def _decode(
         scores = torch.baddbmm(mask.expand(b, num_q_heads, -1), rows, key.transpose(1, 2), alpha=scale)
     else:
         scores = _capped(torch.bmm(rows, key.transpose(1, 2)), scale, softcap).add_(mask)
-    result = torch.bmm(scores.softmax(-1), value).view_as(wide)
-    own = result.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    own = _own_columns(torch.bmm(scores.softmax(-1), value).view_as(wide))
     if (factor := _factor(v_scale)) != 1:
         own = own * factor
-    out.index_copy_(0, bucket.q_index, own.reshape(b, num_q_heads, head_dim))
+    return own.contiguous().view(b, num_q_heads, head_dim)
+
+
+def _own_columns(wide: torch.Tensor) -> torch.Tensor:
+    """Each query head's columns of its own key head: [b, Hkv, G, Hkv, D] -> a view [b, Hkv, G, D]"""
+    return wide.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
 
 def _prefill(

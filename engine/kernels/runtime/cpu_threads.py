@@ -1,8 +1,8 @@
 """How many CPU threads a piece of work gets.
 
 Waking a sleeping team of threads costs up to 0.6 ms on a virtual machine, and a decode step would do it hundreds of
-times. Only GEMMs are worth that, because each streams megabytes of weights. So a small step runs on one thread, and
-only its packed GEMMs use the others.
+times. Only large GEMMs are worth that, because each streams megabytes of weights. So a small step runs on one thread,
+and only its large packed GEMMs use the others.
 
 This sets the number in OpenMP itself, where it belongs to the calling thread. `torch.set_num_threads` is for the whole
 process, and threads that start computing during the call can see a half-built pool ("Invalid thread pool!", torch
@@ -15,6 +15,17 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+
+# What the other threads must take over to be worth waking, in elements of a weight times rows. Up to so many rows, a
+# GEMM takes as long as reading its weight, so fewer count as many. (Measurements: docs/performance.md, "On a CPU".)
+_WORTH_WAKING = 40_000_000
+_READING_ROWS = 16
+
+
+def gemm_threads(team: int, elements: int, rows: int) -> int:
+    """How many threads a GEMM of `rows` with a weight of `elements` gets: the team, or one if that is faster."""
+    taken_over = elements * max(rows, _READING_ROWS) * (team - 1) // team
+    return team if taken_over >= _WORTH_WAKING else 1
 
 
 @contextmanager

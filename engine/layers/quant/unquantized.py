@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.kernels.gemm import autotune
 from engine.kernels.gemm.fp16_weight import Fp16Weight
-from engine.kernels.runtime.cpu_threads import num_threads
+from engine.kernels.runtime.cpu_threads import gemm_threads, num_threads
 from engine.layers.quant.base import (
     ExpertLayer,
     ExpertMethod,
@@ -93,14 +93,18 @@ def _on_packed(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
     # in a batch: from two rows on, a row's result does not depend on how many there are (except with AMX, where oneDNN
     # chooses the order of a sum by the number of rows).
     rows = x if x.shape[0] > 1 else torch.cat((x, x))
-    with num_threads(layer.threads):  # the rest of a small step runs on one
+    with num_threads(_threads(layer, x)):  # the rest of a small step runs on one
         y = torch.ops.mkldnn._linear_pointwise(rows, layer.packed, layer.bias, "none", [], "")
     return y[: x.shape[0]]
 
 
 def _on_fp16_weight(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-    with num_threads(layer.threads):
+    with num_threads(_threads(layer, x)):
         return layer.packed(x)
+
+
+def _threads(layer: LinearLayer, x: torch.Tensor) -> int:
+    return gemm_threads(layer.threads, layer.in_features * layer.out_features, x.shape[0])
 
 
 def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
