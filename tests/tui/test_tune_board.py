@@ -74,6 +74,17 @@ def test_an_impossible_number_is_named_as_the_form_names_it(change: dict[str, An
         found.seen(replace(found.knobs, **change))
 
 
+async def test_a_bar_that_was_never_drawn_knows_its_height(app: Wizard) -> None:
+    async with app.run_test(size=(120, 40)) as pilot:
+        drawn = (await at_the_knobs(app, pilot)).query_one(MemoryBar)
+        await until(pilot, lambda: drawn.size.height > 1)
+        width, height = drawn.size
+        fresh = MemoryBar()
+        fresh.parts, fresh.total = drawn.parts, drawn.total
+        assert fresh.size.width == 0
+        assert fresh.get_content_height(app.size, app.size, width) == height
+
+
 @pytest.mark.parametrize("language", ["en", "ko"])
 @pytest.mark.parametrize(("size", "plain"), [((80, 24), True), ((80, 24), False), ((120, 40), False)])
 async def test_the_bar_moves_as_a_knob_is_turned(

@@ -5,6 +5,7 @@ from typing import ClassVar
 from rich.cells import cell_len
 from rich.text import Text
 from textual.app import RenderResult
+from textual.geometry import Size
 from textual.reactive import reactive
 from textual.widget import Widget
 
@@ -23,16 +24,23 @@ class MemoryBar(Told, Widget):
                          "spare": "green", "others": ""}  # fmt: skip
 
     parts: reactive[Parts] = reactive((), layout=True)
-    total = reactive(0)
-    language = reactive("en")
+    total = reactive(0, layout=True)
+    language = reactive("en", layout=True)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Lines at this width. The bar's own is not known before it has been laid out once."""
+        return self._drawn(width).plain.count("\n") + 1
 
     def render(self) -> RenderResult:
+        return self._drawn(self.size.width)
+
+    def _drawn(self, width: int) -> Text:
         text = Text(no_wrap=True, end="")
         if not self.parts or not self.total:
             return text.append(self.say(t("Does not fit.")), "red")
         signs = self.PLAIN_SIGNS if self.front.plain else self.SIGNS
         ends = "[]" if self.front.plain else ("", "")
-        room = self.size.width - len("".join(ends))
+        room = width - len("".join(ends))
         text.append(ends[0])
         done = used = 0
         for kind, _, size in self.parts:
@@ -46,7 +54,7 @@ class MemoryBar(Told, Widget):
             said = f" {self.say(title)} {size / 1e9:,.1f} GB   "
             if cell_len(said) + 1 > left:
                 text.append("\n")
-                left = self.size.width + 3  # the spaces behind the last one may be cut off
+                left = width + 3  # the spaces behind the last one may be cut off
             left -= cell_len(said) + 1
             text.append(signs[kind].strip() or "_", self.COLOURS[kind]).append(said)
         return text
