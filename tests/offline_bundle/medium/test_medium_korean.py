@@ -94,6 +94,7 @@ def test_what_it_says_is_what_the_catalogue_says() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(LOCALE_DIR))
         update = importlib.import_module("update")
-    assert Path(korean.__file__).read_text("utf-8") == update.words_of_install_sh(update.current())
+    catalogue = update.current(LOCALE_DIR / "ko/LC_MESSAGES/atoll.po", "ko")
+    assert Path(korean.__file__).read_text("utf-8") == update.words_of_install_sh(catalogue, "ko")
     said = set().union(*(update.literals(path) for path in part_paths()))
     assert said <= korean.KOREAN.keys(), "run installer/locale/update.py"
