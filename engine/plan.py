@@ -194,7 +194,7 @@ def _int4_copies(model: CausalLM) -> int:
 
 def _token_width(model: CausalLM, config: ModelConfig) -> int:
     """The numbers per token of the residual stream and its copies, of queries, keys and values, and of the widest GEMM
-    and its activation; of each expert that a token goes to the activation alone, also in fp8, and the answer."""
+    and its activation. For each expert of a token: the activation, its copy in fp8, and the expert's output."""
     modules = list(model.modules())
     widest = max((m.out_features for m in modules if isinstance(m, Linear) and m.out_features != config.vocab_size),
                  default=0)  # fmt: skip

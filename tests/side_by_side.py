@@ -27,7 +27,6 @@ WAITING_PROCESSES = 3
 # Triton's interpreter is one thread of Python. Steps of tiny models are too short to divide, and the threads of three
 # processes wait for one another. Engines with several threads run in the other parts, and in the suite of CPUs.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE"}  # a thread that waits leaves the core to other parts
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,7 @@ class Run:
                 return False
             process = subprocess.Popen(
                 [*(["nice", "-n", "19"] if part.fills else []), *part.command], cwd=ROOT,
-                env=os.environ | NO_SPINNING | part.environment,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env=os.environ | part.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
             self._running.add(process)
         assert process.stdout is not None

@@ -14,7 +14,7 @@ def seconds_in(text: str) -> float | None:
 
 
 def short_time(seconds: float) -> str:
-    """5400.0 -> "90m": in the largest unit of which it is a whole number."""
+    """5400.0 -> "90m": a whole number of the largest unit that divides it."""
     for unit in _SHOWN:
         if seconds >= _UNITS[unit] and seconds % _UNITS[unit] == 0:
             return f"{seconds / _UNITS[unit]:g}{unit}"

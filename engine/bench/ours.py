@@ -30,8 +30,8 @@ class Ours:
         meter: bool = False,
         keep_prefix_cache: bool = False,
     ) -> float:
-        """Seconds from the first request's submission to the last token. `keep_prefix_cache`: it need not start
-        empty."""
+        """Seconds from the first request's submission to the last token. The prefix cache starts empty, unless
+        `keep_prefix_cache` is set."""
         engine = self.llm.engine
         if not keep_prefix_cache:
             engine.reset_prefix_cache()

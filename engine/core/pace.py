@@ -33,7 +33,7 @@ _TILE = 128               # a step's total is rounded down to a multiple of this
 # what additional tokens cost.
 _BASE, _EXTRA, _CHEAPER, _DEARER, _ERROR = 0.2, 0.4, 0.1, 0.01, 0.1
 _LONGER, _SHORTER = 0.8, 0.3  # of `context_seconds`
-_OUTLIER = 2.0            # a step counts as at most so many as expected: the host may have been away
+_OUTLIER = 2.0            # a step counts as at most twice what was expected: the host may have paused
 
 
 class PromptPace:

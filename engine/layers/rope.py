@@ -58,11 +58,10 @@ class RotaryEmbedding(nn.Module):
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """x [T, H, d] rotated; a new tensor."""
     cos, sin, distance = rope
-    if cos.shape[-1] == x.shape[-1]:  # the two halves swap places: fewer operators than half by half
+    if cos.shape[-1] == x.shape[-1]:  # the whole head: its two halves swap places, which takes fewer operators
         return torch.mul(x, cos).addcmul_(x.roll(distance, -1), sin)
     pairs = cos.shape[-1]
-    whole = 2 * pairs == x.shape[-1]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if whole else x.clone()
+    out = x.clone()
     first, second = x[..., :pairs], x[..., distance : distance + pairs]
     out_first, out_second = out[..., :pairs], out[..., distance : distance + pairs]
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)

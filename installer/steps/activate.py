@@ -197,7 +197,7 @@ def commit(context: Context) -> str:
     layout, target = context.layout, context.target()
     api_keys.remove(layout.api_keys, set(), smoke=True)
     context.service.reload_keys()
-    for model in context.models:  # before the record: a power cut in between must not let an older bundle pass
+    for model in context.models:  # first: after a power cut here, an older bundle must still be refused
         raise_sequence(layout, model.manifest.name, model.manifest.sequence)
     release.raise_runtime_sequence(layout)
     previous, previous_snapshot = _previous(context)

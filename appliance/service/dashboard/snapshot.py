@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from installer.access import api_keys
 
 if TYPE_CHECKING:
-    from appliance.series import Window  # loads a parser that `atoll status` does without
+    from appliance.series import Window  # it loads a parser, which `atoll status` does not need
 
 _TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
 

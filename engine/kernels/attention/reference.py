@@ -35,7 +35,7 @@ class DecodeBucket:
     wide: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # shape of heads -> `wide_queries`
 
     def wide_queries(self, q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-        """Zeros [b, Hkv, G, Hkv, D], G = Hq / Hkv, of which `_decode` overwrites the diagonal. Layers share them."""
+        """Zeros [b, Hkv, G, Hkv, D], where G = Hq / Hkv. Layers share them: `_decode` writes only the diagonal."""
         group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
         shape = num_kv_heads, group, num_kv_heads, head_dim
         if shape not in self.wide:
@@ -171,7 +171,7 @@ def paged_attention(
     are read from k and v alone: the cache may not hold those that leave the window within the step. With `window`, a
     token sees the `window` newest positions, itself included. With `softcap` c, a score s becomes c tanh(s / c).
     """
-    if len(q) == 1 and batch.decodes:  # one stream
+    if len(q) == 1 and batch.decodes:  # one stream: there is nothing to gather or scatter
         return _decode(q, k_cache, v_cache, batch.decodes[0], scale, k_scale, v_scale, window, softcap)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for bucket in batch.decodes:

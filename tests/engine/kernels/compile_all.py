@@ -6,9 +6,9 @@ Each GPU is named by its compute capability, its multiprocessors, and the KiB of
 Prints a line of JSON for each variant: the GPU, the kernel, its constants, the shared memory it takes, and the bytes of
 stack that a thread needs for values that did not fit into registers.
 
-RESULTS is the file of earlier results, kept in git (`compiled_kernels.py`): only what has changed since is compiled,
-and one of forty others, another one each DAY. So a wrong result is found within six weeks. The file is replaced by what
-this run found, so it does not grow.
+RESULTS is the file of earlier results, kept in git (`compiled_kernels.py`). Only variants that have changed since are
+compiled, and one in forty of the others, a different one each DAY: a wrong result is found within six weeks. Each run
+writes the file anew, so it does not grow.
 
 Run by test_triton_compile.py in a process of its own, without the interpreter.
 """
@@ -449,7 +449,8 @@ def main(processes, results, day, *names):
         compiled_kernels.write(path, {key: (wanted[key][2].kernel.name, result) for key, result in found.items()})
     sys.stderr.write(f"{len(keys)} of {len(wanted)} variants were compiled; the others had not changed.\n")
     if different:
-        sys.exit("\n".join([f"{path.name} says otherwise than the compiler; delete it and compile again", *different]))
+        said = f"{path.name} does not agree with the compiler; delete it, then run make test-compile"
+        sys.exit("\n".join([said, *different]))
     for key, (name, _, job, _) in wanted.items():
         shared, stack, scratch = found[key]
         facts = {"shared": shared, "stack": stack, "scratch": scratch}

@@ -1,4 +1,4 @@
-"""The file of what compiling the kernels gave, kept in git so that only changed kernels are compiled again.
+"""Results of compiling the kernels, kept in git so that only changed kernels are compiled again.
 
 By kernel, a line for each variant: its hash, then the bytes of shared memory, of stack for each thread, and of scratch.
 
@@ -15,12 +15,13 @@ from collections import defaultdict
 import triton
 from triton.runtime.jit import JITCallable
 
-SAMPLE = 40  # one of so many unchanged variants is compiled again each day
+SAMPLE = 40  # each day, one in 40 unchanged variants is compiled again
 
 
 def hash_of(kernel, line):
-    """Changes with all that decides over the machine code: the kernel's statements and those of what it calls, their
-    constants, the compiler, and the job (`compile_ahead.line_of`). Not with comments, nor with a place in a file."""
+    """Identifies the machine code by what it is made from: the statements of the kernel and of the functions it calls,
+    their constants, Triton's version, and the job (`compile_ahead.line_of`). Comments and line numbers do not count,
+    unlike in Triton's own key. A change that this misses, such as an option of the launcher, shows in the sample."""
     text = "\n".join([triton.__version__, *sorted(_sources(kernel.jit, {}).values()), line])
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 

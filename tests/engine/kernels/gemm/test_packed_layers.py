@@ -3,7 +3,7 @@
 import pytest
 import quantized_files as files
 import torch
-from packed_experts import filled
+from packed_layers import filled, load, part
 from torch import nn
 
 from engine.kernels.moe import experts as moe_experts
@@ -15,7 +15,7 @@ from engine.layers.quant.awq import Awq
 from engine.layers.quant.float8 import Float8
 from engine.layers.quant.gptq import Gptq
 from engine.layers.quant.integers import PackQuantized
-from engine.layers.quant.stored import Part, Spec, StoredLinear
+from engine.layers.quant.stored import StoredLinear
 
 OUT, INNER = 32, 64
 
@@ -27,15 +27,11 @@ def made(kinds, *, order=None, bias=False):
     for i, (form, writer) in enumerate(kinds):
         weight = torch.randn(OUT, INNER)
         found, plain = ({"weight": weight}, weight.numpy()) if form is None else writer(weight.numpy())
-        specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
-        parts.append(Part(f"part{i}", i * OUT, OUT, form, specs))
+        parts.append(part(i, OUT, form, found))
         tensors.append(found)
         numbers.append(torch.tensor(plain.copy()))
     method = StoredLinear(parts, INNER, torch.float32)
-    layer.use(method)
-    for i, found in enumerate(tensors):
-        for name, tensor in found.items():
-            setattr(layer, f"part{i}_{name}", nn.Parameter(tensor.contiguous(), requires_grad=False))
+    load(layer, method, tensors)
     if bias:
         layer.bias = nn.Parameter(torch.randn(layer.out_features), requires_grad=False)
     layer.order = order

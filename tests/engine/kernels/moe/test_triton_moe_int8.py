@@ -3,7 +3,7 @@
 import pytest
 import quantized_files as files
 import torch
-from packed_experts import filled
+from packed_layers import filled
 from torch import nn
 
 pytest.importorskip("triton")
