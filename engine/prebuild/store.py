@@ -81,7 +81,9 @@ def _write_all(place: Path, toolchain: str, models: set[str], codes: dict[str, M
     entries, offset = {}, 0
     for key, code in sorted(codes.items()):
         digest = hashlib.sha256(code.cubin).hexdigest()
-        entries[key] = prebuilt.Entry(code.function, code.num_warps, code.shared, offset, len(code.cubin), digest)
+        entries[key] = prebuilt.Entry(
+            code.function, code.num_warps, code.shared, code.scratch, offset, len(code.cubin), digest
+        )  # fmt: skip
         offset += len(code.cubin)
     _write(place / prebuilt.CODE, b"".join(code.cubin for _, code in sorted(codes.items())))
     body = {

@@ -280,7 +280,7 @@ def gemv(
     out_features = weight.shape[0] // (1 if gate is None else 2)
     y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device) if residual is None else residual
     norm_weight, eps = (None, 0.0) if norm is None else norm
-    gemm = GemmShape(weight.shape[0], inner, weight.element_size(), gate is not None, norm is not None)
+    gemm = GemmShape(weight.shape[0], inner, weight.element_size(), gate is not None, norm is not None, block)
     padded = triton.next_power_of_2(rows)
     block_n, block_k, warps = tiles or vector_tiles(gemm, padded, target_of(x.device))
     _vector_kernel(

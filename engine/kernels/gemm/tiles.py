@@ -30,6 +30,7 @@ class GemmShape(NamedTuple):
     itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
     gated: bool = False  # half of the outputs gate the other half
     normed: bool = False  # x is normalised in passing
+    block: int = 0  # of an fp8 weight with a scale for each block x block numbers
 
 
 class VectorTiles(NamedTuple):
@@ -41,11 +42,13 @@ class VectorTiles(NamedTuple):
 
 
 def vector_tiles(gemm: GemmShape, rows: int = 1, gpu: Target | None = None) -> VectorTiles:
-    """Tiles for 1, 2 or 4 rows of x. For one row: as measured, or by rule. For more, the same tiles are halved until a
-    thread's numbers fit into registers. Otherwise they would spill, and the driver reserves spill memory for every
-    thread of the GPU: up to 1 GiB in all.
+    """Tiles for 1, 2 or 4 rows of x. For one row: as measured, or by rule. A weight in blocks that was not measured has
+    the tiles of the same weight without blocks. For more rows, these tiles are halved until a thread's numbers fit into
+    registers. Otherwise they would spill, and the driver reserves spill memory for every thread of the GPU: up to 1 GiB
+    in all.
     """
-    tiles = _measured(gpu).get(gemm) or by_rule(gemm)
+    measured = _measured(gpu)
+    tiles = measured.get(gemm) or measured.get(gemm._replace(block=0)) or by_rule(gemm)
     if rows == 1:
         return tiles
     while registers(gemm, tiles, rows) > _MOST_REGISTERS and tiles.block_k * gemm.itemsize > _WARP_BYTES:
@@ -81,7 +84,8 @@ def by_rule(gemm: GemmShape) -> VectorTiles:
 
 def line_of(gemm: GemmShape, tiles: VectorTiles) -> str:
     """An entry of tuned.json, as one line."""
-    return json.dumps({**gemm._asdict(), "tiles": tiles})
+    shape = {name: value for name, value in gemm._asdict().items() if name != "block" or value}
+    return json.dumps({**shape, "tiles": tiles})
 
 
 def read(lines: Iterable[str]) -> dict[GemmShape, VectorTiles]:
@@ -125,6 +129,7 @@ def parse(raw: Any, gpu: Target) -> tuple[GemmShape, VectorTiles]:
     gemm = GemmShape(
         number(raw["outputs"], "outputs", 1, 1 << 24), number(raw["inner"], "inner", 1, 1 << 24),
         number(raw["itemsize"], "itemsize", 1, 4, power_of_two=True), gated, normed,
+        number(raw.get("block", 0), "block", 0, 1 << 10),
     )  # fmt: skip
     tiles = VectorTiles(
         number(block_n, "block_n", 1, 128, power_of_two=True), number(block_k, "block_k", 16, 16384, power_of_two=True),

@@ -41,9 +41,9 @@ class Variant:
         self._slots = [_SLOTS.get(t.removesuffix("!"), ctypes.c_uint64)() for t in types]
         self._is_pointer = [t.startswith("*") for t in types]
         # Two hidden parameters come last: global and profile scratch.
-        hidden = [ctypes.c_uint64(0), ctypes.c_uint64(0)]
-        every = [*self._slots, *hidden]
-        self._keep = hidden
+        self._hidden = [ctypes.c_uint64(0), ctypes.c_uint64(0)]
+        self._scratch = code.scratch
+        every = [*self._slots, *self._hidden]
         self._argv = (ctypes.c_void_p * len(every))(*[ctypes.addressof(s) for s in every])
         self._config = _LaunchConfig(block=(ctypes.c_uint * 3)(32 * code.num_warps, 1, 1), shared=code.shared)
         if pdl:
@@ -67,6 +67,10 @@ class Variant:
         config.grid[0] = grid[0]
         config.grid[1] = grid[1] if len(grid) > 1 else 1
         config.grid[2] = grid[2] if len(grid) > 2 else 1
+        if self._scratch:  # freed at once: what gets this memory next runs after this kernel, on the same stream
+            programs = config.grid[0] * config.grid[1] * config.grid[2]
+            scratch = torch.empty(programs * self._scratch, dtype=torch.uint8, device=self._device)
+            self._hidden[0].value = scratch.data_ptr()
         config.stream = torch._C._cuda_getCurrentRawStream(self._device)
         result = self._launch(self._config_ref, self._function, self._argv, None)
         if result:

@@ -25,6 +25,10 @@ nothing: otherwise "the last kernel finished" would not imply that earlier ones 
 can do it (compute capability 9.0 or newer).
 
 Triton has no e4m3 type before compute capability 8.9: there, kernels get such tensors as bytes (pointwise.e4m3).
+
+A kernel whose warps do different work is written in Gluon, Triton's language of explicit layouts and barriers, and says
+how many registers a thread may have before its warps share them out anew (`warp_specialized`). The interpreter cannot
+run it.
 """
 
 import functools
@@ -42,6 +46,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental import gluon
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
@@ -73,8 +79,10 @@ _POINTERS = {
 class Kernel:
     """A Triton function with its compiled variants, one for each set of types, alignments and constants."""
 
-    def __init__(self, function: Callable) -> None:
-        self.jit = triton.jit(function)
+    def __init__(self, function: Callable, registers: int | None = None) -> None:
+        """registers: of a kernel in Gluon, the most that a thread has at the start."""
+        self.registers = registers
+        self.jit: Any = triton.jit(function) if registers is None else gluon.jit(function)
         self.name = function.__name__
         constant = {p.name: "constexpr" in str(p.annotation) for p in inspect.signature(function).parameters.values()}
         self.arguments = [name for name in constant if not constant[name]]
@@ -193,6 +201,11 @@ def kernel(function: Callable) -> Kernel:
     return Kernel(function)
 
 
+def warp_specialized(registers: int) -> Callable[[Callable], Kernel]:
+    """Decorator: a Gluon function, launched like a Triton function."""
+    return functools.partial(Kernel, registers=registers)
+
+
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """Allow the next kernel to start, and wait until the results of the previous one are visible."""
@@ -229,9 +242,10 @@ def compile_for(
         if kind.endswith("!"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source_key(kernel)
-    source = ASTSource(fn=kernel.jit, signature=signature, constexprs=values, attrs=attributes)
+    language = ASTSource if kernel.registers is None else GluonASTSource
+    source = language(fn=kernel.jit, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl, "maxnreg": kernel.registers}
     return triton.compile(source, target=target, options=options)
 
 
@@ -267,7 +281,7 @@ def prebuilt_kernels(capability: tuple[int, int]) -> Prebuilt | None:
 
 
 def machine_code(job: "Job", capability: tuple[int, int], *, fresh: bool = False) -> MachineCode:
-    """What `compile_for` compiles. Raises KernelError for a kernel that this launcher cannot start."""
+    """What `compile_for` compiles."""
     if fresh:
         binary = _compiled_again(job, capability)
     else:
@@ -279,9 +293,7 @@ def machine_code(job: "Job", capability: tuple[int, int], *, fresh: bool = False
             log.warning("%s: the cache cannot be used (%s); it is compiled again.", job.kernel.name, error)
             binary = _compiled_again(job, capability)
     meta = binary.metadata
-    if meta.global_scratch_size:
-        raise KernelError(f"{job.kernel.name}: kernels with scratch memory are not supported.")
-    return MachineCode(binary.asm["cubin"], meta.name, meta.num_warps, meta.shared)
+    return MachineCode(binary.asm["cubin"], meta.name, meta.num_warps, meta.shared, meta.global_scratch_size)
 
 
 def _compiled_again(job: "Job", capability: tuple[int, int]) -> Any:
@@ -295,7 +307,7 @@ def variant_key(job: Job, capability: tuple[int, int]) -> str:
     decides over the machine code."""
     what = [
         job.kernel.jit.fn.__module__, job.kernel.name, job.types, sorted(job.constants), job.num_warps, job.num_stages,
-        capability, source_key(job.kernel),
+        job.kernel.registers, capability, source_key(job.kernel),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 

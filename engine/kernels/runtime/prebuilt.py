@@ -1,7 +1,7 @@
 """Kernels that came with the release, compiled when its medium was built (engine/prebuild): read here, never written.
 
     $ATOLL_PREBUILT_KERNELS/9.0/index.json     what made them, and for each variant (launcher.variant_key) its function,
-                                               warps, shared memory, place in the other file, and SHA-256
+                                               warps, shared and scratch memory, place in the other file, and SHA-256
                            /9.0/kernels.bin    their machine code, one after the other
 
 They are code for the GPU, so a directory that others could have written to is not used. Whatever is wrong with them,
@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 VARIABLE = "ATOLL_PREBUILT_KERNELS"
 INDEX = "index.json"
 CODE = "kernels.bin"
-FORMAT = 2
+FORMAT = 3
 _MOST_BYTES = 32 << 20  # of an index or of one kernel
+_MOST_SCRATCH = 1 << 16
 # Fields of a config.json that decide no kernel: another revision of a model, or a fine-tuned one, may change them.
 _SAY_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_cache", "initializer_range")
 
@@ -37,6 +38,7 @@ class MachineCode(NamedTuple):
     function: str
     num_warps: int
     shared: int  # bytes
+    scratch: int  # bytes of global memory for each program
 
 
 class Entry(NamedTuple):
@@ -45,6 +47,7 @@ class Entry(NamedTuple):
     function: str
     num_warps: int
     shared: int
+    scratch: int
     offset: int  # in kernels.bin
     size: int
     sha256: str
@@ -97,7 +100,7 @@ class Prebuilt:
         if hashlib.sha256(cubin).hexdigest() != found.sha256:
             self._drop(key, "it is not what the index names")
             return None
-        return MachineCode(cubin, found.function, found.num_warps, found.shared)
+        return MachineCode(cubin, found.function, found.num_warps, found.shared, found.scratch)
 
     def _drop(self, key: str, why: str) -> None:
         if self._kernels.pop(key, None) is not None:
@@ -148,7 +151,7 @@ def toolchain(capability: tuple[int, int]) -> str:
     options: Any = backend.parse_options({})
     sources = hashlib.sha256()
     home = Path(triton.__file__).parent
-    for part in ("compiler", "backends/nvidia", "language"):
+    for part in ("compiler", "backends/nvidia", "language", "experimental/gluon"):
         for path in sorted((home / part).rglob("*.py")):
             sources.update(f"{path.relative_to(home)}\0".encode() + path.read_bytes())
     variables = str(sorted(get_cache_invalidating_env_vars().items()))
@@ -172,14 +175,20 @@ def read_index(path: Path) -> Index:
         raise ValueError("its index is malformed") from error
 
 
-def _entry(function: object, num_warps: object, shared: object, offset: object, size: object, digest: object) -> Entry:
+def _entry(
+    function: object, num_warps: object, shared: object, scratch: object, offset: object, size: object, digest: object
+) -> Entry:
     if not isinstance(function, str) or not isinstance(digest, str):
         raise TypeError
-    if type(num_warps) is not int or type(shared) is not int or type(offset) is not int or type(size) is not int:
+    if type(num_warps) is not int or type(shared) is not int or type(scratch) is not int:
         raise TypeError
-    if not (1 <= num_warps <= 32 and shared >= 0 and offset >= 0 and 0 < size <= _MOST_BYTES):
+    if type(offset) is not int or type(size) is not int:
         raise TypeError
-    return Entry(function, num_warps, shared, offset, size, digest)
+    if not (1 <= num_warps <= 32 and shared >= 0 and 0 <= scratch <= _MOST_SCRATCH):
+        raise TypeError
+    if not (offset >= 0 and 0 < size <= _MOST_BYTES):
+        raise TypeError
+    return Entry(function, num_warps, shared, scratch, offset, size, digest)
 
 
 def _shape(raw: Any) -> Any:

@@ -18,7 +18,7 @@ class Operands:
 
     def __init__(self, subject: Subject, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         gemm = subject.gemm
-        self.gate = subject.gate
+        self.gate, self.block = subject.gate, gemm.block
         outputs = gemm.outputs // 2 if gemm.gated else gemm.outputs
 
         def numbers(*shape: int, deviation: float = 1.0) -> torch.Tensor:
@@ -29,7 +29,8 @@ class Operands:
         self.x = numbers(1, gemm.inner)
         if gemm.itemsize == 1:
             self.weights = [numbers(*shape).to(FP8) for _ in range(copies)]
-            self.scale = torch.full((gemm.outputs,), small, device=device)
+            scales = (gemm.outputs // gemm.block, gemm.inner // gemm.block) if gemm.block else (gemm.outputs,)
+            self.scale = torch.full(scales, small, device=device)
         else:
             self.weights = [numbers(*shape, deviation=small) for _ in range(copies)]
             self.scale = None
@@ -51,5 +52,6 @@ class Operands:
         from engine.kernels.gemm.small_batch import gemv
 
         return gemv(
-            self.x, weight, self.scale, self.bias, norm=self.norm, gate=self.gate, residual=self.residual, tiles=tiles
-        )
+            self.x, weight, self.scale, self.bias, norm=self.norm, gate=self.gate, residual=self.residual,
+            block=self.block, tiles=tiles,
+        )  # fmt: skip

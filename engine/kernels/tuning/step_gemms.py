@@ -15,6 +15,7 @@ from engine.core.kv.spec import CacheSpec
 from engine.kernels.gemm.tiles import GemmShape
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
 from engine.models.base import CausalLM
+from engine.models.config.model import read_json
 from engine.models.loading.loader import quantize
 from engine.models.registry import empty_model
 from engine.worker.cache import Cache
@@ -44,7 +45,7 @@ class Subject(NamedTuple):
     def __str__(self) -> str:
         gemm = self.gemm
         words = [f"{gemm.outputs}x{gemm.inner}", "fp8" if gemm.itemsize == 1 else "bf16"]
-        return " ".join(words + ["gated"] * gemm.gated + ["normed"] * gemm.normed)
+        return " ".join(words + ["gated"] * gemm.gated + ["normed"] * gemm.normed + ["in blocks"] * bool(gemm.block))
 
 
 def find_subjects(configs: Iterable[Path], quantization: str | None) -> list[Subject]:
@@ -62,7 +63,9 @@ def find_subjects(configs: Iterable[Path], quantization: str | None) -> list[Sub
 
 
 def sensible_forms(config: Path) -> Sequence[str]:
-    """The weight formats in which a model of this size is usually served."""
+    """The weight formats in which a model is usually served: a quantised checkpoint as it is, others by their size."""
+    if "quantization_config" in read_json(config / "config.json"):
+        return ("none",)
     numbers = sum(parameter.numel() for parameter in empty_model(config).parameters())
     return ("fp8", "none") if 2 * numbers <= _BOTH_FORMS else ("fp8",)
 
@@ -91,7 +94,7 @@ def subjects_of(jobs: "Iterable[Job]", name: str) -> list[Subject]:
         gate = constants["GATE"]
         gemm = GemmShape(
             constants["N"] * (1 if gate is None else 2), constants["K"], 1 if types["scale_ptr"] else 2,
-            gate is not None, types["norm_ptr"] is not None,
+            gate is not None, types["norm_ptr"] is not None, constants["BLOCK"],
         )  # fmt: skip
         around = {"bias": types["bias_ptr"] is not None, "residual": types["residual_ptr"] is not None}
         found.setdefault(gemm, Subject(gemm, (name,), gate, **around))

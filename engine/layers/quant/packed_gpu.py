@@ -7,6 +7,8 @@
     more                          the library, block by block: x in fp8; W      the same
                                   as e4m3 numbers, made for the product or
                                   kept as a second copy
+    thousands, on Hopper          the same                                      block_wgmma, where its large tiles fill
+                                                                                the GPU
 
 Everything else, and layers whose `fp8_activations` is False: 16-bit activations (kernels/gemm/packed/matmul.py).
 """
@@ -37,18 +39,20 @@ _KERNEL_ROWS_UNCOPIED = 512  # ... than the library with a weight that is made f
 class PackedParts:
     """What a GPU multiplies with: one weight, or several above one another; `order`: of their joint outputs.
 
-    grouped, library_scale: the one weight for fp8 activations.  copy: int4 as e4m3 numbers, [N, K].
+    grouped: the one weight for fp8 activations.  library_scale, ratios: its scales in the forms of block_library and
+    block_wgmma.  copy: int4 as e4m3 numbers, [N, K].
     """
 
     parts: list[Packed | torch.Tensor]
     order: torch.Tensor | None = None
     grouped: Any = None
+    ratios: torch.Tensor | None = None
     library_scale: torch.Tensor | None = None
     copy: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        tensors = [*self.parts, self.order, self.library_scale, self.copy]
+        tensors = [*self.parts, self.order, self.ratios, self.library_scale, self.copy]
         return sum(part.nbytes for part in tensors if part is not None)
 
 
@@ -88,7 +92,7 @@ def _whole(layer: Any) -> Packed | None:
 def _prepare_for_fp8(layer: Any) -> bool:
     """Whether the layer can multiply fp8 activations; then what it needs for that is in `packed`."""
     from engine.kernels.gemm import scaled
-    from engine.kernels.gemm.packed import block_library, group_scaled
+    from engine.kernels.gemm.packed import block_library, block_wgmma, group_scaled
 
     whole, pieces = _whole(layer), layer.packed
     if whole is None or not layer.fp8_activations or not scaled.has_fp8_units(whole.values.device):
@@ -97,6 +101,8 @@ def _prepare_for_fp8(layer: Any) -> bool:
     if pieces.grouped is None:
         return False
     grouped = pieces.grouped
+    if block_wgmma.fits(grouped):
+        pieces.ratios = block_wgmma.ratios(grouped.scale)
     if block_library.fits(grouped) and _library_refusal(whole.values.device, grouped.block_rows) is None:
         # `as_e4m3` makes numbers a 512th as large
         scale = grouped.scale.float() * (1 if grouped.pair == 0 else group_scaled.E4M3_UNIT)
@@ -155,10 +161,12 @@ def _on_rows(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _on_fp8_rows(layer: Any, x: QuantizedRows) -> torch.Tensor:
-    from engine.kernels.gemm.packed import block_library, group_scaled
+    from engine.kernels.gemm.packed import block_library, block_wgmma, group_scaled
 
     pieces: PackedParts = layer.packed
     weight, rows = pieces.grouped, x.values.shape[0]
+    if pieces.ratios is not None and block_wgmma.wins(rows, weight):
+        return block_wgmma.gemm(x.values, x.scale, weight.values, pieces.ratios, layer.bias, dtype=x.dtype)
     if pieces.library_scale is None or rows <= _most_rows_of_kernel(pieces):
         return group_scaled.gemm(x.values, x.scale, weight, layer.bias, dtype=x.dtype)
     values = weight.values

@@ -154,7 +154,9 @@ def _fill_any(model: CausalLM, name: str, target: torch.Tensor, generator: torch
     """Random numbers of any type: those of quantised weights are bits, of which all but NaN are allowed."""
     if _fill_checked(model, name, target):
         return
-    if target.dtype.is_floating_point and target.dtype.itemsize > 1:
+    if name.endswith(("scale", "scales", "scale_inv")) and target.dtype.is_floating_point:
+        target.copy_(torch.rand(target.shape, generator=generator, device=target.device) * 0.02 + 0.01)
+    elif target.dtype.is_floating_point and target.dtype.itemsize > 1:
         target.normal_(0, 0.02, generator=generator)
     elif target.dtype == torch.float8_e4m3fn:
         target.copy_(torch.randn(target.shape, generator=generator, device=target.device))

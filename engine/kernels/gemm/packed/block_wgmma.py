@@ -1,0 +1,233 @@
+"""GEMM of many rows of fp8 activations with an fp8 weight in blocks of 128 x 128, for Hopper: y [M, N] = x [M, K] W [N, K]ᵀ.
+
+    y[m, n] = x_scale[m] * sum over steps of 128 columns of (scale[n / 128, step] * (x Wᵀ)[m, n, step])
+
+Tensor cores add up in registers, so a step with a scale of its own seems to want registers of its own. Here there is one
+set: after each step it is multiplied by that step's scale over the next step's, and after the last step by its scale.
+
+One program of twelve warps runs on each multiprocessor and computes tile after tile of 192 rows and 256 outputs. Each
+four warps, a part, multiply 64 of the rows. While one part scales its sums, the tensor cores work for the others. The
+last part also asks the TMA unit for the next x and W whenever all parts have read a stage of shared memory:
+
+    xs [stages x parts, 64, 128]    full    a barrier for each stage: x and W have arrived
+    ws [stages, 256, 128]           empty   ... all parts have read them
+    ys [parts, 64, 128]             half of a part's results on their way to memory
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from engine.kernels.gemm.packed.group_scaled import GroupScaled
+from engine.kernels.runtime.launcher import interpreted, target_of, warp_specialized
+
+BLOCK = 128  # numbers with one scale, down and across; also the columns of a step
+_PART = 64   # rows: what one instruction of four warps multiplies
+_PARTS = 3
+_BLOCK_M, _BLOCK_N = _PARTS * _PART, 256
+_BAND = 11   # row blocks that use the same part of the weight while it is in the L2 cache
+_STAGES = 3
+_REGISTERS = 168  # of a thread: as many as 65,536 allow for 384 threads
+_MOST_RATIO = 2.0**60  # of two scales in a row of blocks: the sums in between stay finite
+_LEAST_USE = 0.8  # of the multiprocessors' time; with less, the library is as fast
+
+
+@gluon.jit
+def _place(tile, M, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BAND: gl.constexpr):
+    """The first row and the first output of a tile."""
+    ACROSS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    IN_BAND: gl.constexpr = BAND * ACROSS
+    first = tile // IN_BAND * BAND
+    height = gl.minimum(gl.cdiv(M, BLOCK_M) - first, BAND)
+    return (first + tile % IN_BAND % height) * BLOCK_M, tile % IN_BAND // height * BLOCK_N
+
+
+@gluon.jit
+def _load(
+    x_desc, w_desc, xs, ws, full, stage, m, n, k, PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STEP: gl.constexpr,
+):  # fmt: skip
+    """Ask for the x and W of a step."""
+    arrived = full.index(stage)
+    mbarrier.expect(arrived, (PARTS * ROWS + BLOCK_N) * STEP)
+    for part in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(x_desc, [m + part * ROWS, k], arrived, xs.index(PARTS * stage + part))
+    tma.async_copy_global_to_shared(w_desc, [n, k], arrived, ws.index(stage))
+
+
+@gluon.jit
+def _store(y_desc, ys, y, m, n):
+    tma.store_wait(0)  # for what was in ys before
+    ys.store(y)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(y_desc, [m, n], ys)
+
+
+@gluon.jit
+def _multiply(
+    x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles, PART: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STEP: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What the four warps of a part do."""
+    STEPS: gl.constexpr = K // STEP
+    BLOCK_M: gl.constexpr = PARTS * ROWS
+    LOADS: gl.constexpr = PART == PARTS - 1  # it comes last to the end of a step, so it waits for no other part
+    LAST_BLOCK: gl.constexpr = N // STEP - 1
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
+    column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, sums))
+    programs = gl.num_programs(0)
+    m, n = _place(gl.program_id(0), M, N, BLOCK_M, BLOCK_N, BAND)
+    left_ratio = gl.load(ratio_ptr + n // STEP * STEPS)
+    right_ratio = gl.load(ratio_ptr + gl.minimum(n // STEP + 1, LAST_BLOCK) * STEPS)
+    stage = 0
+    phase = 0
+    # Tile and columns whose x and W are asked for next: STAGES steps ahead.
+    ahead_tile = gl.program_id(0)
+    ahead_m = m
+    ahead_n = n
+    ahead_k = STAGES * STEP
+    if LOADS:
+        for i in gl.static_range(STAGES):
+            _load(x_desc, w_desc, xs, ws, full, i, m, n, i * STEP, PARTS, ROWS, BLOCK_N, STEP)
+    for tile in range(gl.program_id(0), tiles, programs):
+        next_m, next_n = _place(gl.minimum(tile + programs, tiles - 1), M, N, BLOCK_M, BLOCK_N, BAND)
+        left_at = n // STEP * STEPS
+        right_at = gl.minimum(n // STEP + 1, LAST_BLOCK) * STEPS
+        next_left_at = next_n // STEP * STEPS
+        next_right_at = gl.minimum(next_n // STEP + 1, LAST_BLOCK) * STEPS
+        rows = m + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums))
+        x_scale = gl.load(x_scale_ptr + rows, mask=rows < M, other=0.0)
+        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, sums)
+        for step in range(STEPS):
+            # The next step's ratios, early, because loading them takes about as long as a step.
+            last = step == STEPS - 1
+            next_left = gl.load(ratio_ptr + gl.where(last, next_left_at, left_at + step + 1))
+            next_right = gl.load(ratio_ptr + gl.where(last, next_right_at, right_at + step + 1))
+            mbarrier.wait(full.index(stage), phase)
+            w = ws.index(stage).permute((1, 0))
+            acc = warpgroup_mma(xs.index(PARTS * stage + PART), w, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc = acc * gl.where(column < STEP, left_ratio, right_ratio)[None, :]
+            left_ratio = next_left
+            right_ratio = next_right
+            if LOADS:
+                if ahead_tile < tiles:
+                    mbarrier.wait(empty.index(stage), phase)
+                    _load(x_desc, w_desc, xs, ws, full, stage, ahead_m, ahead_n, ahead_k, PARTS, ROWS, BLOCK_N, STEP)
+                ahead_k += STEP
+                if ahead_k == K:
+                    ahead_k = 0
+                    ahead_tile += programs
+                    ahead_m = next_m
+                    ahead_n = next_n
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        acc = acc * x_scale[:, None]
+        if bias_ptr is not None:
+            acc = acc + gl.load(bias_ptr + n + column, mask=n + column < N, other=0.0).to(gl.float32)[None, :]
+        y = acc.to(ys.dtype).reshape([ROWS, 2, BLOCK_N // 2]).permute((0, 2, 1))
+        left, right = y.split()
+        _store(y_desc, ys.index(PART), left, m + PART * ROWS, n)
+        _store(y_desc, ys.index(PART), right, m + PART * ROWS, n + BLOCK_N // 2)
+        m = next_m
+        n = next_n
+    tma.store_wait(0)
+
+
+@warp_specialized(_REGISTERS)
+def _block_wgmma_kernel(
+    x_ptr, w_ptr, x_scale_ptr, ratio_ptr, bias_ptr, y_ptr, M, tiles, x_stride, N: gl.constexpr, K: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STEP: gl.constexpr, BAND: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    halves: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    x_desc = tma.make_tensor_descriptor(x_ptr, [M, K], [x_stride, 1], [ROWS, STEP], bytes)
+    w_desc = tma.make_tensor_descriptor(w_ptr, [N, K], [K, 1], [BLOCK_N, STEP], bytes)
+    y_desc = tma.make_tensor_descriptor(y_ptr, [M, N], [N, 1], [ROWS, BLOCK_N // 2], halves)
+    xs = gl.allocate_shared_memory(gl.float8e4nv, [PARTS * STAGES, ROWS, STEP], bytes)
+    ws = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, STEP], bytes)
+    ys = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [PARTS, ROWS, BLOCK_N // 2], halves)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=PARTS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles,
+                         0, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
+            (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles,
+                         1, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
+            (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles,
+                         2, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
+        ],
+        [4, 4],
+        [168, 168],
+    )  # fmt: skip
+
+
+def fits(weight: GroupScaled) -> bool:
+    """Whether this kernel serves a weight of this shape and these blocks on its GPU."""
+    outputs, inner = weight.shape
+    target = target_of(weight.values.device)
+    return (
+        not interpreted() and target.wgmma and target.large_shared and weight.pair == 0 and weight.group == BLOCK
+        and weight.block_rows == BLOCK and outputs % BLOCK == 0 and inner % BLOCK == 0 and inner >= _STAGES * BLOCK
+    )  # fmt: skip
+
+
+def wins(rows: int, weight: GroupScaled) -> bool:
+    """Whether tiles of so many rows keep the GPU busy."""
+    programs = target_of(weight.values.device).multiprocessors
+    waves = triton.cdiv(_tiles(rows, weight.shape[0]), programs)
+    return rows * weight.shape[0] >= _LEAST_USE * waves * programs * _BLOCK_M * _BLOCK_N
+
+
+def ratios(scale: torch.Tensor) -> torch.Tensor | None:
+    """Scales [N / 128, K / 128] -> each over the next one in its row, and the last one as it is. None where sums might not
+    stay finite: scales of zero, or of very different sizes."""
+    scale = scale.float()
+    least, most = scale.amin(1), scale.amax(1)
+    if not bool(((least > 0) & (most < least * _MOST_RATIO)).all()):
+        return None
+    return torch.cat((scale[:, :-1] / scale[:, 1:], scale[:, -1:]), 1).contiguous()
+
+
+def _tiles(rows: int, outputs: int) -> int:
+    return triton.cdiv(rows, _BLOCK_M) * triton.cdiv(outputs, _BLOCK_N)
+
+
+def gemm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    values: torch.Tensor,
+    ratio: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x [M, K] e4m3 (rows may be strided) with x_scale [M], values [N, K] e4m3 with `ratios` of their scales -> [M, N]
+    in `dtype`."""
+    rows, (outputs, inner) = x.shape[0], values.shape
+    y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    tiles = _tiles(rows, outputs)
+    _block_wgmma_kernel(
+        (min(tiles, target_of(x.device).multiprocessors),), x, values, x_scale, ratio, bias, y, rows, tiles,
+        x.stride(0), N=outputs, K=inner, PARTS=_PARTS, ROWS=_PART, BLOCK_N=_BLOCK_N, STEP=BLOCK, BAND=_BAND,
+        STAGES=_STAGES, num_warps=4,
+    )  # fmt: skip
+    return y
