@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.kernels.gemm.packed import block_library
+from engine.kernels.gemm.packed import block_library, block_wgmma
 from engine.kernels.gemm.packed.weight import dequantize
 from engine.layers.gemm_inputs import UnnormedRows
 from engine.layers.linear import Linear
@@ -91,3 +91,64 @@ def test_hoppers_library_has_both_forms_of_blocks() -> None:
         pytest.skip("only on compute capability 9.0")
     assert block_library.refusal((9, 0), 1) is None
     assert block_library.refusal((9, 0), 128) is None
+
+
+HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="block_wgmma is for Hopper")
+
+
+def in_blocks(outputs: int, inner: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(values, scales, the weight)"""
+    values = torch.randn(outputs, inner, device=DEVICE).to(FP8)
+    scale = torch.rand(outputs // 128, inner // 128, device=DEVICE).add_(0.5).mul_(0.01)
+    return values, scale, values.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+@HOPPER
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inner"), [(128, 384), (1152, 512), (5120, 6144)])
+@torch.inference_mode()
+def test_tiles_that_end_beyond_the_result(outputs: int, inner: int, dtype: torch.dtype) -> None:
+    """Rows that fill no tile, outputs that end with half of one, more tiles than multiprocessors and fewer."""
+    torch.manual_seed(0)
+    values, scale, weight = in_blocks(outputs, inner)
+    ratio = block_wgmma.ratios(scale)
+    assert ratio is not None
+    bias = torch.randn(outputs, device=DEVICE, dtype=dtype)
+    for rows in (1, 63, 64, 191, 193, 400, 3001):
+        x, x_scale = quantize_rows(torch.randn(rows, inner, device=DEVICE, dtype=dtype))
+        for added in (None, bias):
+            found = block_wgmma.gemm(x, x_scale, values, ratio, added, dtype=dtype)
+            due = widened(x, x_scale, torch.float32) @ weight.T
+            assert off(found, due if added is None else due + added.float()) < LIMIT, rows
+
+
+@HOPPER
+@torch.inference_mode()
+def test_rows_that_stand_apart_and_the_same_result_each_time() -> None:
+    torch.manual_seed(0)
+    values, scale, weight = in_blocks(4096, 2048)
+    ratio = block_wgmma.ratios(scale)
+    x, x_scale = quantize_rows(torch.randn(2500, 4096, device=DEVICE, dtype=BF16))
+    part = x[:, 1024:3072]
+    first = block_wgmma.gemm(part, x_scale, values, ratio, dtype=BF16)
+    assert off(first, (part.float() * x_scale.view(-1, 1)) @ weight.T) < LIMIT
+    for _ in range(20):
+        assert torch.equal(block_wgmma.gemm(part, x_scale, values, ratio, dtype=BF16), first)
+
+
+@HOPPER
+@torch.inference_mode()
+def test_scales_that_differ_much_but_not_too_much() -> None:
+    torch.manual_seed(0)
+    values, scale, _ = in_blocks(256, 1024)
+    scale *= 2.0 ** torch.randint(-25, 25, scale.shape, device=DEVICE)
+    weight = values.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    x, x_scale = quantize_rows(torch.randn(500, 1024, device=DEVICE, dtype=BF16))
+    ratio = block_wgmma.ratios(scale)
+    assert ratio is not None
+    found = block_wgmma.gemm(x, x_scale, values, ratio, dtype=BF16)
+    assert off(found, widened(x, x_scale, torch.float32) @ weight.T) < LIMIT
+    for wrong in (0.0, -0.01, 1e30):
+        refused = scale.clone()
+        refused[1, 3] = wrong
+        assert block_wgmma.ratios(refused) is None

@@ -46,8 +46,6 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental import gluon
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
@@ -82,7 +80,7 @@ class Kernel:
     def __init__(self, function: Callable, registers: int | None = None) -> None:
         """registers: of a kernel in Gluon, the most that a thread has at the start."""
         self.registers = registers
-        self.jit: Any = triton.jit(function) if registers is None else gluon.jit(function)
+        self.jit: Any = triton.jit(function) if registers is None else _gluon().jit(function)
         self.name = function.__name__
         constant = {p.name: "constexpr" in str(p.annotation) for p in inspect.signature(function).parameters.values()}
         self.arguments = [name for name in constant if not constant[name]]
@@ -206,6 +204,13 @@ def warp_specialized(registers: int) -> Callable[[Callable], Kernel]:
     return functools.partial(Kernel, registers=registers)
 
 
+def _gluon() -> Any:
+    """Only when a kernel is written in it: importing it takes 30 ms."""
+    from triton.experimental import gluon
+
+    return gluon
+
+
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """Allow the next kernel to start, and wait until the results of the previous one are visible."""
@@ -242,7 +247,7 @@ def compile_for(
         if kind.endswith("!"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source_key(kernel)
-    language = ASTSource if kernel.registers is None else GluonASTSource
+    language = ASTSource if kernel.registers is None else _gluon()._runtime.GluonASTSource
     source = language(fn=kernel.jit, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
     options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl, "maxnreg": kernel.registers}

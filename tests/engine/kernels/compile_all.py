@@ -30,7 +30,7 @@ from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads as attention_heads
 from engine.kernels.attention import shared_prefix
 from engine.kernels.gemm import batch_invariant, scaled_kernel, small_batch
-from engine.kernels.gemm.packed import group_scaled, int4_gemv, matmul
+from engine.kernels.gemm.packed import block_wgmma, group_scaled, int4_gemv, matmul
 from engine.kernels.gemm.packed.weight import Packed
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
@@ -282,6 +282,7 @@ def run_all(gpu):
         with_fp8_activations()
         for kind in ("int4", "fp8"):
             group_scaled_products(kind)
+    products_in_blocks(gpu)
 
 
 def group_scaled_products(kind):
@@ -294,6 +295,13 @@ def group_scaled_products(kind):
             group_scaled.as_e4m3(weight)
     if kind == "fp8":
         small_batch.gemv(blank(1, 4096), weight.values, weight.scale, norm=(blank(4096), 1e-6), gate="silu", block=128)
+
+
+def products_in_blocks(gpu):
+    for bias in (None, blank(4096)) if gpu.wgmma else ():
+        x, weight = blank(300, 5120, dtype=FP8), blank(4096, 5120, dtype=FP8)
+        scale, ratio = blank(300, dtype=torch.float32), blank(32, 40, dtype=torch.float32)
+        block_wgmma.gemm(x, scale, weight, ratio, bias, dtype=BF16)
 
 
 def packed_products(kind, group, scales):

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 KIB = 1024
+MOST_SCRATCH = 1 << 16  # as engine/kernels/runtime/prebuilt.py
 SPILLED = 256  # bytes of stack that a thread may need, as on a GPU (tests/gpu/test_gpu_memory.py)
 MORE_SPILLED = {
     ("8.0", "_run_chunks_kernel"): 512,
@@ -54,7 +55,7 @@ def test_kernels_compile(gpu, variants):
     found, shared = variants[gpu], int(gpu.split("-")[2]) * KIB
     assert len(found) >= GPUS[gpu][1]
     assert not [each for each in found if each["shared"] > shared], "shared memory of a program"
-    assert not [each for each in found if each["scratch"]], "kernels with scratch memory cannot be started"
+    assert not [each for each in found if each["scratch"] > MOST_SCRATCH], "a prebuilt kernel with more is refused"
     spilling = [
         each for each in found
         if each["kernel"] not in NOT_TUNED

@@ -61,6 +61,19 @@ def test_a_measured_shape_is_found_and_its_line_reads_back():
     assert gemm_tiles.read([gemm_tiles.line_of(product, VectorTiles(1, 2, 3))]) == {product: VectorTiles(1, 2, 3)}
 
 
+def test_a_weight_in_blocks_has_tiles_of_its_own_or_those_of_the_same_weight_without():
+    gemm = GemmShape(512, 256, 1)
+    table = {gemm: VectorTiles(8, 256, 1), gemm._replace(block=128, outputs=1024): VectorTiles(4, 256, 1)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm_tiles, "_measured", lambda gpu=None: table)
+        assert gemm_tiles.vector_tiles(gemm._replace(block=128)) == (8, 256, 1)
+        assert gemm_tiles.vector_tiles(gemm._replace(block=128, outputs=1024)) == (4, 256, 1)
+        unmeasured = gemm._replace(outputs=1024)
+        assert gemm_tiles.vector_tiles(unmeasured) == gemm_tiles.by_rule(unmeasured)
+    for shape in (gemm, gemm._replace(block=128)):
+        assert gemm_tiles.read([gemm_tiles.line_of(shape, VectorTiles(8, 256, 1))]) == {shape: (8, 256, 1)}
+
+
 def every_product():
     """Of many shapes, and those that were measured."""
     sides = (16, 64, 720, 1024, 2048, 2816, 5376, 17408)

@@ -14,7 +14,8 @@ LAUNCHER = "kernels/runtime/launcher.py"
 MODULES = {
     "triton", "triton.language", "triton.language.extra.cuda", "triton.backends.compiler", "triton.compiler",
     "triton.compiler.compiler",
-    "triton.runtime.jit", "triton.runtime.cache",
+    "triton.runtime.jit", "triton.runtime.cache", "triton.experimental", "triton.experimental.gluon",
+    "triton.experimental.gluon._runtime", "triton.experimental.gluon.language.nvidia.hopper",
 }  # fmt: skip
 NAMES = {"jit", "cdiv", "next_power_of_2", "compile", "knobs", "language", "__version__", "__file__"}
 

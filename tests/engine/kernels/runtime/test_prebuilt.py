@@ -116,9 +116,9 @@ def change_a_kernel(place):
 
 def name_another_place(place):
     index = json.loads((place / "9.0/index.json").read_bytes())
-    first = min(index["kernels"].values(), key=lambda entry: entry[3])
-    first[3] += 16
-    first[4] -= 16
+    first = min(index["kernels"].values(), key=lambda entry: entry[4])
+    first[4] += 16
+    first[5] -= 16
     (place / "9.0/index.json").write_text(json.dumps(index))
 
 
@@ -148,7 +148,7 @@ WHOLE = [
     (lambda place: (place / "9.0/index.json").unlink(), "No such file"),
     (lambda place: (place / "9.0/kernels.bin").unlink(), "No such file"),
     (lambda place: os.truncate(place / "9.0/kernels.bin", 1000), "kernels.bin has 1000 bytes instead of"),
-    (lambda place: change_the_index(place, format=1), "not of format 2"),
+    (lambda place: change_the_index(place, format=1), "not of format 3"),
     (lambda place: change_the_index(place, kernels={"a": ["name", 4, -1, 0, 9, "0"]}), "its index is malformed"),
     (lambda place: change_the_index(place, kernels={"a": ["name", 4, 0, 0, 0, "0"]}), "its index is malformed"),
     (lambda place: change_the_index(place, kernels={"a": ["name", 4, 0]}), "its index is malformed"),

@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
     Subject(GemmShape(96, 80, 1, normed=True), (), bias=True),
     Subject(GemmShape(96, 80, 1, gated=True), (), "gelu_tanh"),
     Subject(GemmShape(96, 80, 2, gated=True, normed=True), (), "silu"),
+    Subject(GemmShape(128, 96, 1, block=32), ()),
 ], ids=str)  # fmt: skip
 def test_copies_take_turns_with_what_is_around_them(monkeypatch, subject):
     torch.manual_seed(0)
@@ -37,14 +38,18 @@ def test_copies_take_turns_with_what_is_around_them(monkeypatch, subject):
     tiles = gemm_tiles.by_rule(subject.gemm)
     assert [weight.element_size() == 1 for weight in operands.weights] == [subject.gemm.itemsize == 1] * 3
     around = {"norm": operands.norm, "gate": subject.gate}
-    outputs = 48 if subject.gate else 96
+    outputs = subject.gemm.outputs // (2 if subject.gate else 1)
+    scale = operands.scale
+    if subject.gemm.block:
+        assert scale.unique().numel() == 1  # all blocks have the same, so rows do too
+        scale = scale[:1, 0].expand(subject.gemm.outputs)
     sum_of_all = torch.zeros(1, outputs)
     for step, weight in zip(operands.steps(tiles), operands.weights, strict=True):
-        ours, expected = step(), gemm_reference.gemv(operands.x, weight, operands.scale, operands.bias, **around)
+        ours, expected = step(), gemm_reference.gemv(operands.x, weight, scale, operands.bias, **around)
         assert 0.2 < expected.std() < 5
         sum_of_all += expected
         torch.testing.assert_close(ours, sum_of_all if subject.residual else expected, rtol=1e-3, atol=1e-3)
-    first = gemm_reference.gemv(operands.x, operands.weights[0], operands.scale, operands.bias, **around)
+    first = gemm_reference.gemv(operands.x, operands.weights[0], scale, operands.bias, **around)
     for _ in range(2):  # the residual is zero again
         torch.testing.assert_close(operands.result(tiles), first, rtol=1e-3, atol=1e-3)
 
