@@ -101,6 +101,7 @@ def routed(shape: str, x: torch.Tensor, logits: torch.Tensor, layer: Layer) -> t
 def test_kernels_equal_their_references(shape: str, form: str) -> None:
     num_experts, top_k, hidden, _, gate = SHAPES[shape]
     layer = make_layer(shape, form)
+    torch.manual_seed(2)  # neither of the weights' seeds; of so many random rows, one may have a large relative error
     for tokens in TOKENS:
         x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
         logits = torch.randn(tokens, num_experts, device=DEVICE).bfloat16()

@@ -1,9 +1,11 @@
-"""GEMM of many rows of fp8 activations with an fp8 weight in blocks of 128 x 128, for Hopper: y [M, N] = x [M, K] W [N, K]ᵀ.
+"""GEMM of many rows of fp8 activations with an fp8 weight in blocks of 128 x 128, for Hopper.
 
+    x [M, K], W [N, K] -> y [M, N]
     y[m, n] = x_scale[m] * sum over steps of 128 columns of (scale[n / 128, step] * (x Wᵀ)[m, n, step])
 
-Tensor cores add up in registers, so a step with a scale of its own seems to want registers of its own. Here there is one
-set: after each step it is multiplied by that step's scale over the next step's, and after the last step by its scale.
+Tensor cores add up in registers, so a step with a scale of its own seems to want registers of its own. Here there is
+one set: after each step it is multiplied by that step's scale over the next step's, and after the last step by its
+scale.
 
 One program of twelve warps runs on each multiprocessor and computes tile after tile of 192 rows and 256 outputs. Each
 four warps, a part, multiply 64 of the rows. While one part scales its sums, the tensor cores work for the others. The
@@ -13,6 +15,9 @@ last part also asks the TMA unit for the next x and W whenever all parts have re
     ws [stages, 256, 128]           empty   ... all parts have read them
     ys [parts, 64, 128]             half of a part's results on their way to memory
 """
+
+# Gluon's annotations describe what its compiler sees, not what a kernel's source says:
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -198,8 +203,9 @@ def wins(rows: int, weight: GroupScaled) -> bool:
 
 
 def ratios(scale: torch.Tensor) -> torch.Tensor | None:
-    """Scales [N / 128, K / 128] -> each over the next one in its row, and the last one as it is. None where sums might not
-    stay finite: scales of zero, or of very different sizes."""
+    """Scales [N / 128, K / 128] -> each over the next one in its row, and the last one as it is.
+
+    None where sums might not stay finite: scales that are not positive, or of very different sizes."""
     scale = scale.float()
     least, most = scale.amin(1), scale.amax(1)
     if not bool(((least > 0) & (most < least * _MOST_RATIO)).all()):
