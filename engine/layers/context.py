@@ -1,6 +1,7 @@
 """What the layers of one forward pass share. It is set once per step, so that `forward` of a layer only takes
-activations."""
+activations. Each thread has its own: on a CPU two parts of a step run at once (worker/parts.py)."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,30 +90,33 @@ class ForwardContext:
         return self.more_groups[group - 1] if group else (self.slot_mapping, self.attention)
 
 
-_current: ForwardContext | None = None
+class _Current(threading.local):
+    context: ForwardContext | None = None
+
+
+_current = _Current()
 
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Make `context` current; steps do not nest."""
-    global _current
-    assert _current is None, "a forward pass is already running"
-    _current = context
+    """Make `context` current on this thread; steps do not nest."""
+    assert _current.context is None, "a forward pass is already running"
+    _current.context = context
     try:
         yield
     finally:
-        _current = None
+        _current.context = None
 
 
 def continue_with_last_tokens() -> None:
     """Continue the running forward pass with only the last tokens. The remaining layers read all keys and values from
     the cache, and write none."""
-    global _current
     context = get_context()
     assert context.last_only is not None
-    _current = context.last_only()
+    _current.context = context.last_only()
 
 
 def get_context() -> ForwardContext:
-    assert _current is not None, "no forward pass is running"
-    return _current
+    context = _current.context
+    assert context is not None, "no forward pass is running"
+    return context

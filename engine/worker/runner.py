@@ -1,6 +1,6 @@
 """Runs steps: plan in, sampled tokens out. Owns the model, the KV cache, the request table and the sampler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from engine.layers.linear import Linear
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.inputs import StepInputs, build_inputs
+from engine.worker.parts import Pause, SideBySide, cut, supports
 from engine.worker.pooling import Pooler, needs_all_states, unpack
 from engine.worker.results import prompt_parts, step_result
 from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
@@ -28,14 +29,22 @@ _SMALL_STEP_TOKENS = 256   # up to this, waking CPU threads costs more than they
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardedStep:
-    """A step between `forward` and `sample`."""
+class ForwardedPart:
+    """A step, or one of the two parts in which it ran."""
 
     plan: StepPlan
     inputs: StepInputs
     sampling: torch.Tensor       # hidden states of the tokens that sample
-    whole: torch.Tensor | None   # those of all tokens, if prompt log-probabilities are wanted
-    pooled: torch.Tensor | None  # embeddings of the prompts that end in this step
+    whole: torch.Tensor | None = None   # those of all tokens, if prompt log-probabilities are wanted
+    pooled: torch.Tensor | None = None  # embeddings of the prompts that end in this step
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedStep:
+    """A step between `forward` and `sample`."""
+
+    plan: StepPlan
+    parts: list[ForwardedPart]   # in the order of the plan's sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +52,7 @@ class SampledStep:
     """A sampled step whose results are still on the device."""
 
     plan: StepPlan
-    inputs: StepInputs
-    sampled: SampleResult | None
+    sampled: list[SampleResult]  # of its parts that sample, in the order of the plan's sequences
     prompt_logprobs: dict[int, list[LogprobsTensors]]  # index in plan.seqs -> those of the prompt tokens it covers
     pooled: torch.Tensor | None
 
@@ -64,6 +72,8 @@ class Runner:
         self.prompt_len = [0] * num_rows
         self.has_state = bool(spec.slot_bytes)
         self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
+        self.side_by_side = SideBySide() if supports(model, spec) else None
+        self.pause = Pause()
 
     def bind_cache(self, cache: Cache) -> None:
         """Give the layers their memory."""
@@ -85,6 +95,21 @@ class Runner:
                 old = self.table.block_tables[update.group][update.row, update.start :][: len(update.pages)]
                 self._scrub(update.group, old)
             self.table.add_pages(update)
+        parts = self._parts_of(plan)
+        if len(parts) == 1:
+            return ForwardedStep(plan, [self._forward(plan)])
+        assert self.side_by_side is not None
+        forwarded, timing = self.side_by_side.run(self._forward, parts)
+        self.pause.observe(timing)
+        return ForwardedStep(plan, forwarded)
+
+    def _parts_of(self, plan: StepPlan) -> list[StepPlan]:
+        if self.side_by_side is None or torch.get_num_threads() == 1:
+            return [plan]
+        parts = cut(plan, self.table)
+        return parts if len(parts) > 1 and self.pause.allows_parts() else [plan]
+
+    def _forward(self, plan: StepPlan) -> ForwardedPart:
         with self._threads_for(plan):
             inputs = build_inputs(plan, self.table, has_state=self.has_state)
             whole = any(seq.prompt_logprobs is not None for seq in plan.seqs) or needs_all_states(plan)
@@ -97,27 +122,44 @@ class Runner:
                 count = len(inputs.sample_rows)
                 sampling = last[:count]
                 pooled = self.pooler.pool(plan, last[count : len(inputs.last_rows)], hidden if whole else None)
-            return ForwardedStep(plan, inputs, sampling, hidden if whole else None, pooled)
+            return ForwardedPart(plan, inputs, sampling, hidden if whole else None, pooled)
 
     @torch.inference_mode()
     def sample(self, forwarded: ForwardedStep, masks: TokenMasks | None = None) -> SampledStep:
-        plan, inputs, whole = forwarded.plan, forwarded.inputs, forwarded.whole
-        with self._threads_for(plan):
-            sampled = self._sample(inputs, forwarded.sampling, masks)
-            prompts = {} if whole is None else self._prompt_logprobs(plan, whole)
-            return SampledStep(plan, inputs, sampled, prompts, forwarded.pooled)
+        plan, parts = forwarded.plan, forwarded.parts
+        if len(parts) == 1:
+            (part,) = parts
+            with self._threads_for(plan):
+                sampled = [self._sample(part.inputs, part.sampling, masks)]
+                prompts = {} if part.whole is None else self._prompt_logprobs(plan, part.whole)
+            pooled = part.pooled
+        else:
+            assert self.side_by_side is not None
+            pairs = list(zip(parts, _masks_of(masks, parts), strict=True))
+            sampled, _ = self.side_by_side.run(self._sample_part, pairs)
+            prompts, pooled = {}, None
+        for part, result in zip(parts, sampled, strict=True):
+            if result is not None:
+                self.table.append(part.inputs.sample_rows, part.inputs.sample_positions, result.token_ids)
+        return SampledStep(plan, [result for result in sampled if result is not None], prompts, pooled)
+
+    def _sample_part(self, part: tuple[ForwardedPart, TokenMasks | None]) -> SampleResult | None:
+        forwarded, masks = part
+        with self._threads_for(forwarded.plan):
+            return self._sample(forwarded.inputs, forwarded.sampling, masks)
 
     @torch.inference_mode()
     def collect(self, handle: SampledStep) -> StepResult:
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
-        if handle.sampled is not None:
-            tokens = handle.sampled.token_ids.tolist()
-            for bad in handle.sampled.bad_rows:
-                tokens[bad] = -1
-            if handle.sampled.logprobs is not None:
-                found = handle.sampled.logprobs
-                logprobs = dict(zip(found.rows.tolist(), found.unpack(), strict=True))
+        for sampled in handle.sampled:
+            first = len(tokens)
+            tokens += sampled.token_ids.tolist()
+            for bad in sampled.bad_rows:
+                tokens[first + bad] = -1
+            if (found := sampled.logprobs) is not None:
+                rows = (first + row for row in found.rows.tolist())
+                logprobs |= zip(rows, found.unpack(), strict=True)
         embeddings = unpack(handle.plan, handle.pooled)
         sampling = (s.row for s in handle.plan.seqs if s.samples)
         failed = [row for row, token in zip(sampling, tokens, strict=True) if token < 0]
@@ -182,10 +224,7 @@ class Runner:
         if not inputs.sample_rows:
             return None
         logits = self.model.logits(hidden)
-        result = self.sampler.sample(
-            logits, inputs.sample_rows, inputs.sample_positions, self.table.token_ids, masks)
-        self.table.append(inputs.sample_rows, inputs.sample_positions, result.token_ids)
-        return result
+        return self.sampler.sample(logits, inputs.sample_rows, inputs.sample_positions, self.table.token_ids, masks)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[LogprobsTensors]]:
         """For each sequence that asked: logprobs of the prompt tokens that follow each token of its chunk."""
@@ -198,3 +237,17 @@ class Runner:
             ]
             for i, parts in prompt_parts(plan, self.prompt_len).items()
         }
+
+
+def _masks_of(masks: TokenMasks | None, parts: Sequence[ForwardedPart]) -> list[TokenMasks | None]:
+    """Each part's masks, with places among those that sample in it."""
+    if masks is None:
+        return [None] * len(parts)
+    found: list[TokenMasks | None] = []
+    first = 0
+    for part in parts:
+        count = len(part.inputs.sample_rows)
+        mine = [i for i, place in enumerate(masks.places) if first <= place < first + count]
+        found.append(TokenMasks([masks.places[i] - first for i in mine], masks.words[mine]) if mine else None)
+        first += count
+    return found

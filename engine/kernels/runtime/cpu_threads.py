@@ -2,7 +2,8 @@
 
 Waking a sleeping team of threads costs up to 0.6 ms on a virtual machine, and a decode step would do it hundreds of
 times. Only large GEMMs are worth that, because each streams megabytes of weights. So a small step runs on one thread,
-and only its large packed GEMMs use the others.
+and only its large packed GEMMs use the others. Two halves of a larger step run side by side, each with half the threads
+(worker/parts.py).
 
 This sets the number in OpenMP itself, where it belongs to the calling thread. `torch.set_num_threads` is for the whole
 process, and threads that start computing during the call can see a half-built pool ("Invalid thread pool!", torch
@@ -10,6 +11,7 @@ process, and threads that start computing during the call can see a half-built p
 """
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -28,10 +30,31 @@ def gemm_threads(team: int, elements: int, rows: int) -> int:
     return team if taken_over >= _WORTH_WAKING else 1
 
 
+class _Bound(threading.local):
+    most: int | None = None
+
+
+_bound = _Bound()
+
+
+@contextmanager
+def at_most(count: int) -> Iterator[None]:
+    """Run the body on `count` threads, and let no `num_threads` in it take more."""
+    before = _bound.most
+    _bound.most = count
+    try:
+        with num_threads(count):
+            yield
+    finally:
+        _bound.most = before
+
+
 @contextmanager
 def num_threads(count: int) -> Iterator[None]:
-    """Run the body on `count` threads, then restore the caller's number. No effect where torch has no OpenMP."""
+    """Run the body on `count` threads, or on as many as `at_most` allows; then restore the caller's number. No effect
+    where torch has no OpenMP."""
     openmp = _openmp()
+    count = count if _bound.most is None else min(count, _bound.most)
     before = torch.get_num_threads()  # OpenMP's number for this thread
     if before == count or openmp is None:
         yield

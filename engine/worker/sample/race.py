@@ -1,5 +1,7 @@
 """Gumbel-max: the token with the largest logit + noise is a sample of softmax(logits)."""
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,15 @@ from engine.worker.sample.blocks import block_ids, block_max
 
 _CHUNK = 400_000   # elements at a time: the work space stays in the CPU's cache
 _SLACK = 1e-3      # covers the rounding of the bound; a few blocks too many cost nothing
+
+
+class _WorkSpace(threading.local):
+    """A thread's own: two parts of a step sample at once (worker/parts.py)."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self.word = torch.empty(shape, dtype=torch.int32, device=device)
+        self.scratch = torch.empty(shape, dtype=torch.int32, device=device)
+        self.bound = torch.empty(shape, dtype=torch.float32, device=device)
 
 
 class GumbelRace:
@@ -21,10 +32,7 @@ class GumbelRace:
         self.vocab_size = vocab_size
         self.table = rng.token_table(vocab_size, device)
         self.chunk_rows = max(1, _CHUNK // vocab_size)
-        shape = (self.chunk_rows, vocab_size)
-        self._word = torch.empty(shape, dtype=torch.int32, device=device)
-        self._scratch = torch.empty(shape, dtype=torch.int32, device=device)
-        self._bound = torch.empty(shape, dtype=torch.float32, device=device)
+        self._space = _WorkSpace((self.chunk_rows, vocab_size), device)
 
     def sample(self, z: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
         """int64 [R] from scaled logits `z` [R, V] and `rng.row_keys`."""
@@ -36,9 +44,10 @@ class GumbelRace:
 
     def _sample_chunk(self, z: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
         n = len(z)
-        scratch = self._scratch[:n]
-        word = rng.words(self.table, k0, k1, self._word[:n], scratch)
-        bounds = block_max(rng.add_gumbel_bound(z, word, self._bound[:n], scratch))
+        space = self._space
+        scratch = space.scratch[:n]
+        word = rng.words(self.table, k0, k1, space.word[:n], scratch)
+        bounds = block_max(rng.add_gumbel_bound(z, word, space.bound[:n], scratch))
         rows = torch.arange(n, device=z.device)
 
         def exact(row: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
