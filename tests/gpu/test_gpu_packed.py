@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.kernels.gemm.packed import block_library, block_wgmma
+from engine.kernels.gemm import small_batch
+from engine.kernels.gemm.packed import block_gemv, block_library, block_wgmma
+from engine.kernels.gemm.packed.group_scaled import GroupScaled
 from engine.kernels.gemm.packed.weight import dequantize
 from engine.layers.gemm_inputs import UnnormedRows
 from engine.layers.linear import Linear
@@ -93,7 +95,7 @@ def test_hoppers_library_has_both_forms_of_blocks() -> None:
     assert block_library.refusal((9, 0), 128) is None
 
 
-HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="block_wgmma is for Hopper")
+HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="these kernels are for Hopper")
 
 
 def in_blocks(outputs: int, inner: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -134,6 +136,25 @@ def test_rows_that_stand_apart_and_the_same_result_each_time() -> None:
     assert off(first, (part.float() * x_scale.view(-1, 1)) @ weight.T) < LIMIT
     for _ in range(20):
         assert torch.equal(block_wgmma.gemm(part, x_scale, values, ratio, dtype=BF16), first)
+
+
+@HOPPER
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inner"), [(256, 1024), (768, 2048), (34816, 5120)])
+@torch.inference_mode()
+def test_one_row_of_gate_and_up(outputs: int, inner: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values, scale, weight = in_blocks(outputs, inner)
+    grouped = GroupScaled(values, scale, 128, 128, 0)
+    assert block_gemv.fits(grouped)
+    assert not block_gemv.fits(GroupScaled(values[:, :512], scale[:, :4], 128, 128, 0))
+    x = torch.randn(1, inner, device=DEVICE, dtype=dtype)
+    for gate, function in (("silu", nn.functional.silu), ("sigmoid", torch.sigmoid)):
+        left, right = (x.float() @ weight.T).to(dtype).float().chunk(2, 1)
+        found = block_gemv.gated_row(x, grouped, gate)
+        assert off(found, function(left).to(dtype).float() * right) < LIMIT
+        assert off(found, small_batch.gemv(x, values, scale, gate=gate, block=128).float()) < LIMIT
+        assert torch.equal(block_gemv.gated_row(x, grouped, gate), found)
 
 
 @HOPPER

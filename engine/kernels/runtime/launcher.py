@@ -26,9 +26,9 @@ can do it (compute capability 9.0 or newer).
 
 Triton has no e4m3 type before compute capability 8.9: there, kernels get such tensors as bytes (pointwise.e4m3).
 
-A kernel whose warps do different work is written in Gluon, Triton's language of explicit layouts and barriers, and says
-how many registers a thread may have before its warps share them out anew (`warp_specialized`). The interpreter cannot
-run it.
+A kernel whose warps do different work, or whose threads must load just what they use, is written in Gluon, Triton's
+language of explicit layouts and barriers (`kernel_in_gluon`). It says how many registers a thread may have; before its
+warps share them out anew, if they do. The interpreter cannot run it.
 """
 
 import functools
@@ -199,7 +199,7 @@ def kernel(function: Callable) -> Kernel:
     return Kernel(function)
 
 
-def warp_specialized(registers: int) -> Callable[[Callable], Kernel]:
+def kernel_in_gluon(registers: int) -> Callable[[Callable], Kernel]:
     """Decorator: a Gluon function, launched like a Triton function."""
     return functools.partial(Kernel, registers=registers)
 

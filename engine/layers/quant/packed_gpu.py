@@ -1,8 +1,8 @@
 """How a GPU multiplies with weights that stay packed (kernels/gemm/packed/).
 
     rows                          int4, scales for groups of 128                fp8, scales for blocks of 128 x 128
-    a few (`vector_rows`)         int4_gemv: x in 16 bits, fused with what      small_batch.gemv, likewise
-                                  surrounds it
+    a few (`vector_rows`)         int4_gemv: x in 16 bits, fused with what      small_batch.gemv, likewise; one row
+                                  surrounds it                                  of gate and up on Hopper: block_gemv
     up to 48, up to 128           group_scaled: x in fp8                        the same
     more                          the library, block by block: x in fp8; W      the same
                                   as e4m3 numbers, made for the product or
@@ -189,11 +189,14 @@ def _int4_gemv(layer: Any, x: torch.Tensor, **around: Any) -> torch.Tensor:
     return int4_gemv.gemv(x, layer.packed.parts[0], layer.bias, **around)
 
 
-def _block_gemv(layer: Any, x: torch.Tensor, **around: Any) -> torch.Tensor:
+def _block_gemv(layer: Any, x: torch.Tensor, *, gate: str | None = None, **around: Any) -> torch.Tensor:
     from engine.kernels.gemm import small_batch
+    from engine.kernels.gemm.packed import block_gemv
 
     grouped = layer.packed.grouped
-    return small_batch.gemv(x, grouped.values, grouped.scale, layer.bias, block=grouped.group, **around)
+    if gate is not None and not around and layer.bias is None and x.shape[0] == 1 and block_gemv.fits(grouped):
+        return block_gemv.gated_row(x, grouped, gate)
+    return small_batch.gemv(x, grouped.values, grouped.scale, layer.bias, block=grouped.group, gate=gate, **around)
 
 
 def _blocks(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,8 @@ from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads as attention_heads
 from engine.kernels.attention import shared_prefix
 from engine.kernels.gemm import batch_invariant, scaled_kernel, small_batch
-from engine.kernels.gemm.packed import block_wgmma, group_scaled, int4_gemv, matmul
+from engine.kernels.gemm.packed import block_gemv, block_wgmma, group_scaled, int4_gemv, matmul
+from engine.kernels.gemm.packed.group_scaled import GroupScaled
 from engine.kernels.gemm.packed.weight import Packed
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
@@ -302,6 +303,10 @@ def products_in_blocks(gpu):
         x, weight = blank(300, 5120, dtype=FP8), blank(4096, 5120, dtype=FP8)
         scale, ratio = blank(300, dtype=torch.float32), blank(32, 40, dtype=torch.float32)
         block_wgmma.gemm(x, scale, weight, ratio, bias, dtype=BF16)
+    if gpu.wgmma:
+        weight = GroupScaled(blank(4096, 5120, dtype=FP8), blank(32, 40, dtype=torch.float32), 128, 128, 0)
+        for gate in ("silu", "gelu_tanh"):
+            block_gemv.gated_row(blank(1, 5120), weight, gate)
 
 
 def packed_products(kind, group, scales):

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from engine.kernels.gemm.packed.group_scaled import GroupScaled
-from engine.kernels.runtime.launcher import interpreted, target_of, warp_specialized
+from engine.kernels.runtime.launcher import interpreted, kernel_in_gluon, target_of
 
 BLOCK = 128  # numbers with one scale, down and across; also the columns of a step
 _PART = 64   # rows: what one instruction of four warps multiplies
@@ -151,7 +151,7 @@ def _multiply(
     tma.store_wait(0)
 
 
-@warp_specialized(_REGISTERS)
+@kernel_in_gluon(_REGISTERS)
 def _block_wgmma_kernel(
     x_ptr, w_ptr, x_scale_ptr, ratio_ptr, bias_ptr, y_ptr, M, tiles, x_stride, N: gl.constexpr, K: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STEP: gl.constexpr, BAND: gl.constexpr,
