@@ -21,11 +21,17 @@ from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 
 @triton.jit
-def _weighted(x, scale, weight_q_ptr, weight_k_ptr, d, inside, is_q, offset):
-    """x * scale * (offset + w) with the weight w of q's or k's norm, rounded to x's dtype and widened to float32."""
+def _weights(weight_q_ptr, weight_k_ptr, d, inside, is_q, offset):
+    """offset + w with the weight w of q's or k's norm."""
     q = tl.load(weight_q_ptr + d, mask=inside, other=0.0).to(tl.float32)
     k = tl.load(weight_k_ptr + d, mask=inside, other=0.0).to(tl.float32)
-    return (x.to(tl.float32) * scale * (offset + tl.where(is_q, q, k))).to(x.dtype).to(tl.float32)
+    return offset + tl.where(is_q, q, k)
+
+
+@triton.jit
+def _weighted(x, scale, weights):
+    """x * scale * weights, rounded to x's dtype and widened to float32."""
+    return (x.to(tl.float32) * scale * weights).to(x.dtype).to(tl.float32)
 
 
 @kernel
@@ -36,7 +42,6 @@ def _heads_kernel(
     PAGE: tl.constexpr, QK_NORM: tl.constexpr, V_NORM: tl.constexpr, K_EQ_V: tl.constexpr, KEEP: tl.constexpr,
     FP8: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     d = tl.arange(0, DP)[None, :]
@@ -50,6 +55,17 @@ def _heads_kernel(
     turns = first | ((d >= DISTANCE) & (d < DISTANCE + PAIRS))
     pair = tl.where(first, d, d - DISTANCE)
     partner = tl.where(turns, tl.where(first, d + DISTANCE, d - DISTANCE), d)
+    # Everything but x is read before the wait: positions and slots are complete before a model's first kernel starts,
+    # because the kernel that writes them (pointwise.inputs) does not let others start early.
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_ptr + position * PAIRS + pair, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * PAIRS + pair, mask=turns, other=0.0).to(tl.float32)
+    if QK_NORM:
+        weights = _weights(q_norm_ptr, k_norm_ptr, d, inside, is_q, offset)
+        partner_weights = _weights(q_norm_ptr, k_norm_ptr, partner, inside, is_q, offset)
+    if HKV > 0:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+    wait_for_previous(PDL)
 
     source = head
     if K_EQ_V:
@@ -62,11 +78,8 @@ def _heads_kernel(
     a = wide
     b = other.to(tl.float32)
     if QK_NORM:
-        a = _weighted(x, scale, q_norm_ptr, k_norm_ptr, d, inside, is_q, offset)
-        b = _weighted(other, scale, q_norm_ptr, k_norm_ptr, partner, inside, is_q, offset)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_ptr + position * PAIRS + pair, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + position * PAIRS + pair, mask=turns, other=0.0).to(tl.float32)
+        a = _weighted(x, scale, weights)
+        b = _weighted(other, scale, partner_weights)
     y = (a * cos + tl.where(first, -b, b) * sin).to(x.dtype)
     value = x
     if V_NORM:
@@ -78,7 +91,6 @@ def _heads_kernel(
         of_cache = mask & (head >= HQ)
         if KEEP:
             tl.store(own_ptr + (token * 2 * HKV + head - HQ) * D + d, y, mask=of_cache)
-        slot = tl.load(slots_ptr + token).to(tl.int64)
         at = (slot // PAGE) * stride_page + (slot % PAGE) * stride_token + d
         if k_ptr.dtype.element_ty == tl.int8:
             rounded = y.to(tl.float32)

@@ -208,9 +208,16 @@ def _matrix_kernel(
 ):  # fmt: skip
     if PDL and AHEAD > 0:
         _ask_for_rows(w_ptr, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, AHEAD)
-    wait_for_previous(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, MP)
+    # Requested before the loop: after it, the program would wait for the memory once more.
+    if FP8:
+        scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+    if BIAS:
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0)
+    wait_for_previous(PDL)
+    if FP8:
+        x_scale = tl.load(x_scale_ptr + m, mask=m < M, other=0.0)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, MP], tl.float32)
     w_at = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
@@ -230,10 +237,9 @@ def _matrix_kernel(
             x = tl.load(x_at + at, mask=m_mask, other=0.0)
         acc = tl.dot(w, x, acc)
     if FP8:
-        acc = acc * tl.load(scale_ptr + n, mask=n < N, other=0.0)[:, None]
-        acc = acc * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
+        acc = acc * scale[:, None] * x_scale[None, :]
     if BIAS:
-        acc = acc + tl.load(bias_ptr + n, mask=n < N, other=0.0)[:, None].to(tl.float32)
+        acc = acc + bias[:, None].to(tl.float32)
     y_at = y_ptr + m[None, :] * y_stride + n[:, None]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=n_mask & m_mask)
 

@@ -21,7 +21,7 @@ from engine.kernels.moe.tiles import Form, MatrixTiles, form_of, is_int8, reads_
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.pointwise.quantize import quantize_rows, quantize_rows_to_int8
-from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
+from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous, wait_in_order
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # activations [T, K], or in fp8 (values [T, K], scale [T])
 
@@ -66,7 +66,8 @@ def _grouped_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
-    wait_for_previous(PDL)
+    if GATE is not None:  # in order, so that the down GEMM, which comes next, may read the blocks before it waits
+        wait_in_order(PDL)
     m = tl.arange(0, ROWS)
     block = tl.program_id(1)
     if PARTS > 0:  # the first blocks are the dense branch's: PARTS for each ROWS tokens
@@ -74,14 +75,17 @@ def _grouped_kernel(
         part = block % PARTS
         is_dense = first < T
         block = tl.maximum(block - PARTS * tl.cdiv(T, ROWS), 0)
-    at = blocks_ptr + 3 * block
-    rows = tl.load(at + 2)
+    # Requested together, before the branch: otherwise each would wait for the one before it.
+    expert = tl.load(blocks_ptr + 3 * block).to(tl.int64)
+    start = tl.load(blocks_ptr + 3 * block + 1)
+    rows = tl.load(blocks_ptr + 3 * block + 2)
     if PARTS > 0:
         rows = tl.where(is_dense, tl.minimum(T - first, ROWS), rows)
     if rows == 0:
+        if GATE is None:
+            wait_for_previous(PDL)
         return
-    pair = tl.load(order_ptr + tl.load(at + 1) + m, mask=m < rows, other=0).to(tl.int64)
-    expert = tl.load(at).to(tl.int64)
+    pair = tl.load(order_ptr + start + m, mask=m < rows, other=0).to(tl.int64)
     weight = w_ptr + expert * ((1 if GATE is None else 2) * N * K)
     if SCALED:
         scale_at = scale_ptr + expert * ((1 if GATE is None else 2) * N)
@@ -104,6 +108,20 @@ def _grouped_kernel(
     k = tl.arange(0, BLOCK_K)
     n_mask = (n < N)[:, None]
     w_at = weight + n[:, None] * to_next + k[None, :]
+    # Scales are requested before the loop: after it, the program would wait for the memory once more.
+    if SCALED:
+        scale = tl.load(scale_at + n, mask=n < N, other=0.0)
+        if GATE is not None:
+            up_scale = tl.load(scale_at + to_up + n, mask=n < N, other=0.0)
+    if GATE is None:
+        wait_for_previous(PDL)
+    if SCALED:
+        x_scale = 1.0
+        if x_scale_ptr is not None:
+            x_scale_at = x_scale_ptr + pair // SHARE
+            if PARTS > 0 and GATE is not None:
+                x_scale_at = tl.where(is_dense, dense_x_scale_ptr + token, x_scale_at)
+            x_scale = tl.load(x_scale_at)[None, :]
     # SHARE pairs share a row of x. Rows beyond the end of the block read pair 0's row, and are not stored.
     x_row = x_ptr + pair // SHARE * x_stride
     if PARTS > 0 and GATE is not None:
@@ -111,15 +129,14 @@ def _grouped_kernel(
     x_at = x_row[None, :] + k[:, None]
     acc = tl.zeros([BLOCK_N, ROWS], SUM)
     up = acc
-    for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    for at_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):  # x last: its rows are known later than the weight's
         if K % BLOCK_K != 0:
             k_live = k < K - at_k
-            x = tl.load(x_at + at_k, mask=k_live[:, None], other=0.0)
             w = tl.load(w_at + at_k, mask=n_mask & k_live[None, :], other=0.0)
             if GATE is not None:
                 u = tl.load(w_at + to_up * K + at_k, mask=n_mask & k_live[None, :], other=0.0)
+            x = tl.load(x_at + at_k, mask=k_live[:, None], other=0.0)
         else:
-            x = tl.load(x_at + at_k)
             if N % BLOCK_N == 0:
                 w = tl.load(w_at + at_k)
                 if GATE is not None:
@@ -128,6 +145,7 @@ def _grouped_kernel(
                 w = tl.load(w_at + at_k, mask=n_mask, other=0.0)
                 if GATE is not None:
                     u = tl.load(w_at + to_up * K + at_k, mask=n_mask, other=0.0)
+            x = tl.load(x_at + at_k)
         if SCALED and x_scale_ptr is None:
             w = widened(w, x.dtype)
             if GATE is not None:
@@ -136,15 +154,9 @@ def _grouped_kernel(
         if GATE is not None:
             up = tl.dot(u, x, up, out_dtype=SUM)
     if SCALED:
-        x_scale = 1.0
-        if x_scale_ptr is not None:
-            x_scale_at = x_scale_ptr + pair // SHARE
-            if PARTS > 0 and GATE is not None:
-                x_scale_at = tl.where(is_dense, dense_x_scale_ptr + token, x_scale_at)
-            x_scale = tl.load(x_scale_at)[None, :]
-        acc = acc.to(tl.float32) * tl.load(scale_at + n, mask=n < N, other=0.0)[:, None] * x_scale
+        acc = acc.to(tl.float32) * scale[:, None] * x_scale
         if GATE is not None:
-            up = up.to(tl.float32) * tl.load(scale_at + to_up + n, mask=n < N, other=0.0)[:, None] * x_scale
+            up = up.to(tl.float32) * up_scale[:, None] * x_scale
     if GATE is not None:
         acc = activated(acc, GATE) * up
     tl.store(

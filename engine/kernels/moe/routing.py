@@ -22,7 +22,6 @@ from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 _MOST_PAIRS = 512
 _MOST_LOGITS = 64 * 256  # that the last program may hold: more would leave it few registers
-_BLOCK_E = 16  # rows of the router of a program
 _BITS, _PAIR = tl.constexpr(10), tl.constexpr(1023)  # of a key: a pair's number
 
 
@@ -86,13 +85,17 @@ def _choose_and_group(
             factor += tl.load(at, mask=t < T, other=0.0, cache_modifier=".cg")
         factor = sigmoid(factor.to(dtype).to(tl.float32)).to(dtype)
         tl.store(weights_ptr + t * STRIDE + TOP_K, factor.to(tl.float32), mask=t < T)
-    experts, weights = experts_of_rows(logits, expert_scale_ptr, E, EP, TOP_K, KP, RENORMALIZE)
+    experts, weights = experts_of_rows(logits, E, EP, TOP_K, KP, RENORMALIZE)
     j = tl.arange(0, KP)
     chosen = (t < T)[:, None] & (j < TOP_K)[None, :]
-    tl.store(weights_ptr + t[:, None] * STRIDE + j[None, :], weights, mask=chosen)
+    if expert_scale_ptr is not None:  # used last, so that nothing else waits for it
+        scale = tl.load(expert_scale_ptr + experts)
     tl.store(experts_ptr + t[:, None] * TOP_K + j[None, :], experts, mask=chosen)
     tl.debug_barrier()  # other threads read the experts
     _group(experts_ptr, order_ptr, blocks_ptr, T * TOP_K, num_blocks, E, ROWS, PP)
+    if expert_scale_ptr is not None:
+        weights = weights * scale.to(tl.float32)
+    tl.store(weights_ptr + t[:, None] * STRIDE + j[None, :], weights, mask=chosen)
 
 
 @kernel
@@ -156,9 +159,9 @@ def route_and_group(
     device, padded = x.device, triton.next_power_of_2(num_experts)
     most = routing_tokens(tokens)
     # The last program reads parts x tokens x experts sums: with many tokens, fewer parts.
-    part = 256 if most <= 32 else 512
-    across, parts = triton.cdiv(num_experts + (factor is not None), _BLOCK_E), triton.cdiv(hidden, part)
-    all_tokens, width, pairs = max(16, most), across * _BLOCK_E, tokens * top_k
+    part, block_e = (256, 32) if most <= 32 else (512, 16)
+    across, parts = triton.cdiv(num_experts + (factor is not None), block_e), triton.cdiv(hidden, part)
+    all_tokens, width, pairs = max(16, most), across * block_e, tokens * top_k
     num_blocks = max_blocks(pairs, num_experts, rows)
     partial = torch.empty(parts, all_tokens, width, dtype=torch.float32, device=device)
     weights = torch.empty(tokens, top_k + (factor is not None), dtype=torch.float32, device=device)
@@ -169,7 +172,7 @@ def route_and_group(
         (across * parts,), x, router, factor, expert_scale, partial, arrivals(device), weights, experts, order, blocks,
         tokens, num_blocks, x.stride(0), E=num_experts, EP=padded, WIDTH=width, H=hidden, TOP_K=top_k,
         KP=triton.next_power_of_2(top_k), TP=all_tokens, MOST=most, PP=triton.next_power_of_2(most * top_k),
-        BLOCK_E=_BLOCK_E, PART=part, ROWS=rows, RENORMALIZE=renormalize,
+        BLOCK_E=block_e, PART=part, ROWS=rows, RENORMALIZE=renormalize,
         num_warps=8 if most * padded <= 32 * 256 else 16,
     )  # fmt: skip
     return weights, experts, Groups(order, blocks, rows)

@@ -86,10 +86,10 @@ def all_experts(
 
 @triton.jit
 def experts_of_rows(
-    logits, expert_scale_ptr, E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
+    logits, E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """all_experts for each row of logits [T, EP]: [T, KP] int32 and [T, KP] float32."""
+    """all_experts for each row of logits [T, EP], without their scales: [T, KP] int32 and [T, KP] float32."""
     e = tl.arange(0, EP)[None, :]
     j = tl.arange(0, KP)[None, :]
     keys = _keys(logits, e, E, EP)
@@ -107,10 +107,7 @@ def experts_of_rows(
     if RENORMALIZE:
         weights = weights / tl.sum(weights, 1)[:, None]
     weights = tl.where(total == total, weights, float("nan"))
-    experts = _expert(chosen, E, EP)
-    if expert_scale_ptr is not None:
-        weights = weights * tl.load(expert_scale_ptr + experts).to(tl.float32)
-    return experts, weights
+    return _expert(chosen, E, EP), weights
 
 
 @triton.jit

@@ -9,6 +9,9 @@ token.
     slots[g, t]   = block_tables[g, row, position / P] * P + position % P       for each group g of layers
     seq_lens[t]   = position + 1
     states[t]     = state_slots[row]                                            where recurrent layers have some
+
+These kernels have no PDL constant: they are complete before the model's first kernel starts, and its kernels may read
+positions and slots before they wait (attention.heads).
 """
 
 import torch

@@ -219,6 +219,15 @@ def wait_for_previous(PDL: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def wait_in_order(PDL: tl.constexpr):
+    """`wait_for_previous` the other way round: later kernels start only when everything before this one is complete, so
+    they may read that before they wait."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 def compile_for(
     kernel: Kernel,
     types: tuple,
