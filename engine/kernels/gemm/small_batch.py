@@ -19,12 +19,18 @@ with a scale per row (pointwise.quantize).
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.gemm.tiles import GemmShape, vector_tiles
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
-from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, target_of, wait_for_previous
+from engine.kernels.runtime.launcher import (
+    interpreted,
+    kernel,
+    shared_memory,
+    target_of,
+    wait_for_previous,
+    wait_in_order,
+)
 
 PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # the most rows of each kernel variant
 _AHEAD = 1024    # bytes of each weight row that a program prefetches before it waits for its input
@@ -80,9 +86,8 @@ def _vector_product(
     up_scales = scales
     if GATE is not None:
         up_scales = _of_blocks(scale_ptr, N + program * BLOCK_N, K, BLOCK_K, BLOCK)
-    if IN_ORDER and PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    if IN_ORDER:
+        wait_in_order(PDL)
     else:
         wait_for_previous(PDL)
     before = ()

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.gemm.weight_stream import (
     block,
@@ -41,7 +40,7 @@ from engine.kernels.moe.tiles import SCALE_BLOCK, DecodeTiles, decode_tiles, sha
 from engine.kernels.moe.top_k import MOST_EXPERTS
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
-from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
+from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous, wait_in_order
 
 
 class DenseBranch(NamedTuple):
@@ -68,11 +67,7 @@ def _gate_up_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPTH: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The order matters: this kernel waits for `route` before it lets `down` start, so `down` may read the results of
-    # `route` without waiting.
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_in_order(PDL)  # so that `down` may read the results of `route` before it waits
     pair = tl.program_id(0)  # neighbours take the same rows; if of the same expert, from the cache
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -27,8 +27,8 @@ can do it (compute capability 9.0 or newer).
 Triton has no e4m3 type before compute capability 8.9: there, kernels get such tensors as bytes (pointwise.e4m3).
 
 A kernel whose warps do different work, or whose threads must load just what they use, is written in Gluon, Triton's
-language of explicit layouts and barriers (`kernel_in_gluon`). It says how many registers a thread may have; before its
-warps share them out anew, if they do. The interpreter cannot run it.
+language of explicit layouts and barriers (`kernel_in_gluon`). It states the most registers that a thread starts with.
+The interpreter cannot run it.
 """
 
 import functools

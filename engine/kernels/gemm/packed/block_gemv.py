@@ -4,7 +4,7 @@ small_batch.gemv does the same on any GPU. It scales x, whose scales differ betw
 twice. Here, in Gluon, each thread loads the columns of x that its columns of the weight meet, and nothing is exchanged
 before the end:
 
-    thread      16 columns of each step of WARPS x 512;  those have one scale, which multiplies their sum
+    thread      16 columns of each step of WARPS x 512; the 16 have one scale, which multiplies their sum
     program     one row of Wg and the same row of Wu, DEPTH steps in flight
 """
 
@@ -14,12 +14,11 @@ before the end:
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.gemm.packed.block_wgmma import BLOCK
 from engine.kernels.gemm.packed.group_scaled import GroupScaled
 from engine.kernels.pointwise.gate import activated
-from engine.kernels.runtime.launcher import interpreted, kernel_in_gluon, target_of
+from engine.kernels.runtime.launcher import interpreted, kernel_in_gluon, target_of, wait_for_previous
 
 _COLUMNS = 16  # of a thread: its load has 16 bytes
 _WARPS = 2
@@ -55,15 +54,12 @@ def _gated_row_kernel(
     gate_at = w_ptr + n.to(gl.int64) * K + columns
     scale_at = scale_ptr + n // BLOCK * (K // BLOCK) + thread * COLUMNS // BLOCK
     weights = ()
-    for i in gl.static_range(DEPTH):
-        if i < STEPS:
-            weights = weights + (_step(gate_at, i, UP, STEP),)  # noqa: RUF005 - Triton's tuples
+    for i in gl.static_range(min(DEPTH, STEPS)):
+        weights = weights + (_step(gate_at, i, UP, STEP),)  # noqa: RUF005 - Triton's tuples
     scales = ()
     for i in gl.static_range(STEPS):  # all of them now: where they are used, each would wait for the memory
         scales = scales + (_scale(scale_at, i, UP, STEP, BLOCK),)  # noqa: RUF005
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     gate = gl.zeros([THREADS], gl.float32, gl.SliceLayout(1, layout))
     up = gate
     for i in gl.static_range(STEPS):

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.gemm.packed.int4_fixed import (
     CHUNK,
@@ -28,7 +27,7 @@ from engine.kernels.gemm.packed.int4_fixed import (
 )
 from engine.kernels.gemm.packed.weight import MIDDLE, Packed, pair_distance
 from engine.kernels.pointwise.gate import activated
-from engine.kernels.runtime.launcher import interpreted, kernel, wait_for_previous
+from engine.kernels.runtime.launcher import interpreted, kernel, wait_for_previous, wait_in_order
 
 MOST_ROWS = 2
 _WIDE = 8 * 5 * 132
@@ -47,9 +46,8 @@ class Int4Tiles(NamedTuple):
 
 @triton.jit
 def _wait(IN_ORDER: tl.constexpr, PDL: tl.constexpr):
-    if IN_ORDER and PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    if IN_ORDER:
+        wait_in_order(PDL)
     else:
         wait_for_previous(PDL)
 
