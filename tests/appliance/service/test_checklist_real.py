@@ -78,7 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: 
         "port": free_port(), "confirm_plan": True, "waivers": SMALL_MODEL,
         "accept_licenses": [f"{engine.spdx}@{engine.licence_sha256}", licence_answer(bundle)],
         "review": {"smollm2-135m-instruct": REVIEW},
-        "tune": {"profile": profile, "budget": "60s", "load_seconds": 2.0, "only": ["max-num-seqs"], "confirm": True,
+        "tune": {"profile": profile, "budget": "10m", "load_seconds": 2.0, "only": ["max-num-seqs"], "confirm": True,
                  "target": "ttft=20s"},
         "verify": {"profile": profile, "requests": 6, "soak_seconds": 3.0},
         "pilot": {"interval": 0.5, "signed_by": "Kim Minsu", "stages": [
