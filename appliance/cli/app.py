@@ -22,10 +22,9 @@ from installer.base.i18n import LANGUAGES, joined, language_of, libraries_in, lo
 
 EPILOG = """Examples:
 
-\b
-atoll preflight                             check this machine; changes nothing
-sudo atoll install /media/usb/chat-1.0.0    verify, install, start
-atoll status                                whether it serves, and what is next
+atoll preflight                            # check this machine, change nothing
+sudo atoll install /media/usb/chat-1.0.0   # verify, install, start
+atoll status                               # what it does, and what is next
 
 Each command explains itself, with examples: atoll install --help"""
 

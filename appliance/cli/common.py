@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ Prefix = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
+_EXAMPLE_WIDTH = 75
 
 
 def layout_for(prefix: Path | None) -> Layout:
@@ -112,6 +114,19 @@ def print_json(facts: Any) -> None:
     typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
 
 
-def examples(*lines: str) -> str:
-    """The epilog of a command's help."""
-    return "Examples:\n\n" + "\n\n".join(lines)
+def examples(*commands: str, then: str = "") -> str:
+    """The epilog of a command's help; `then` follows, as a paragraph. A long command is continued as a shell takes it,
+    so it can be copied."""
+    return "\n\n".join(["Examples:", "\n".join(map(_continued, commands)), *([then] if then else [])])
+
+
+def _continued(command: str) -> str:
+    """In lines that fit a terminal of 80 columns. An option stays with its value."""
+    first, *options = re.split(r" (?=-)", command)
+    lines = [first]
+    for option in options:
+        if len(lines[-1]) + len(option) < _EXAMPLE_WIDTH:
+            lines[-1] += f" {option}"
+        else:
+            lines.append(f"    {option}")
+    return " \\\n".join(lines)

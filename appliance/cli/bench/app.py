@@ -45,7 +45,7 @@ def compare(
 
 @app.command(epilog=examples("atoll bench profiles", "atoll bench profiles chat > my-chat.toml"))
 def profiles(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this profile, as a start for your "
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this profile, as a start for your "
                                                                       "own.")] = None,
     as_json: Json = False,
 ) -> None:

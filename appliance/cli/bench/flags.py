@@ -3,8 +3,7 @@ refuses, each with its reason."""
 
 from typing import Any
 
-from typer.core import TyperCommand
-
+from appliance.cli.language.commands import Command
 from installer.base.errors import usage_error
 from installer.base.i18n import t
 
@@ -36,7 +35,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-class VllmCommand(TyperCommand):
+class VllmCommand(Command):
     """A command whose flags may be written as vLLM's scripts write them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         "atoll bench serve --base-url http://127.0.0.1:8000 --profile chat --find-users --goodput ttft:1000 tpot:60",
         "atoll bench serve --backend transformers --model /models/chat --profile single --save-result",
     )
-    app.command(name="serve", cls=VllmCommand, epilog=f"{examples(*lines)}\n\n{_EXIT_CODES}")(serve)
+    app.command(name="serve", cls=VllmCommand, epilog=examples(*lines, then=_EXIT_CODES))(serve)
 
 
 def serve(

@@ -30,7 +30,7 @@ Each step records what it found and decided. A run resumes at the first step tha
 When what a step depends on changes, it and the later ones become stale and run again.
 """
 Medium = Annotated[
-    list[Path] | None, typer.Argument(metavar="[MEDIUM]...", help="The mounted disk, or a bundle's directory.")
+    list[Path] | None, typer.Argument(metavar="MEDIUM", help="The mounted disk, or a bundle's directory.")
 ]
 AnswersFile = Annotated[
     Path | None,
@@ -115,7 +115,7 @@ def step(
 @app.command(epilog=examples("atoll checklist reset", "atoll checklist reset model"))
 def reset(
     name: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these steps (default: all, and every waiver).")
+        list[str] | None, typer.Argument(metavar="NAME", help="Only these steps (default: all, and every waiver).")
     ] = None,
     prefix: Prefix = None,
     by: By = None,

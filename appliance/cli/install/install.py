@@ -40,7 +40,7 @@ Waive = Annotated[
     typer.Option("--waive", metavar="CHECK=REASON", help="Continue although CHECK fails; the reason is recorded."),
 ]
 Media = Annotated[
-    list[Path] | None, typer.Argument(metavar="[MEDIUM]...", help="The mounted disk, or a bundle's directory.")
+    list[Path] | None, typer.Argument(metavar="MEDIUM", help="The mounted disk, or a bundle's directory.")
 ]
 Bundle = Annotated[
     list[str] | None,

@@ -19,7 +19,6 @@ from installer.service import model_reload
 app = Commands(
     help="Add and remove models and replicas of a server while the others serve.",
     no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The model's name, or the replica's.")]

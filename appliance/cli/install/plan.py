@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 def plan(
     asked: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A model or preset that `atoll presets` lists, or a directory with a "
+        typer.Argument(metavar="MODEL", help="A model or preset that `atoll presets` lists, or a directory with a "
                        "config.json; weights are not needed."),
     ] = None,
     gpu: Annotated[

@@ -28,10 +28,9 @@ def paragraphs(command: Any) -> Iterator[str]:
 
 
 def translate(command: Any, language: str) -> Any:
-    """The same command, with its help in `language`."""
+    """The same command, with its help in `language`, and each paragraph one line: terminals have many widths."""
     _add_language_option(command)
-    if language != "en":
-        _each(command, lambda paragraph: looked_up(paragraph, language))
+    _each(command, lambda paragraph: paragraph if language == "en" else looked_up(paragraph, language))
     return command
 
 

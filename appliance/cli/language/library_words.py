@@ -9,12 +9,9 @@ TYPER = (
     foreign("Arguments"),
     foreign("Options"),
     foreign("Commands"),
-    foreign("Error"),
-    foreign("Aborted."),
     foreign("Aborted!"),
-    foreign("[required]"),
-    foreign("[default: {}]"),
-    foreign("Try [blue]'{command_path} {help_option}'[/] for help."),
+    foreign("required"),
+    foreign("default: {default}"),
 )
 TYPER_PLAIN = (foreign("Show this message and exit."),)  # not marked there: help_texts.py looks it up
 

@@ -1,31 +1,45 @@
-"""Wrong flags, in the operator's language.
+"""Wrong flags: told as every other error, in the operator's language.
 
 typer writes its complaints in English only. Here they are written again from what its errors carry: the kind of error,
-the option, the parameter. The two that carry nothing are raised in commands.py. In English nothing changes.
+the option, the parameter. The two that carry nothing are raised in commands.py.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from appliance.cli.common import spoken
+from appliance.cli.common import say
 from installer.base.i18n import joined, language_of, t
 from offline_bundle.text import complaint
 
 
 @contextmanager
 def usage_errors_told() -> Iterator[None]:
-    """Errors of the library leave the block with a message in the operator's language."""
+    """Errors of the library leave the block with another `show`, which typer calls."""
     try:
         yield
     except Exception as error:
-        if language_of() != "en" and getattr(error, "ctx", None) is not None and (said := _said(error)):
-            _reword(error, spoken(said))
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if getattr(error, "ctx", None) is not None and "NoArgsIsHelpError" not in kinds:
+            _show_as_ours(error, kinds)
         raise
 
 
-def _said(error: Any) -> str | None:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+def _show_as_ours(error: Any, kinds: set[str]) -> None:
+    message = (_said(error, kinds) if language_of() != "en" else None) or error.format_message()
+    context = error.ctx
+
+    def show(file: Any = None) -> None:
+        say(t("error: {message}", message=message), err=True)
+        for line in context.get_usage().splitlines():
+            say(joined(["  ", line], ""), err=True)
+        if names := context.help_option_names:
+            say(joined(["  ", t("Help: {command}", command=f"{context.command_path} {names[-1]}")], ""), err=True)
+
+    error.show = show
+
+
+def _said(error: Any, kinds: set[str]) -> str | None:
     if "NoSuchOption" in kinds:
         if error.possibilities:
             return t("No such option: {name} (Possible options: {names})", name=error.option_name,
@@ -56,6 +70,3 @@ def _problem(error: Any) -> str:
     found = getattr(error.__cause__, "errors", None)
     return complaint(found()[0]) if found is not None else error.message
 
-
-def _reword(error: Any, message: str) -> None:
-    error.format_message = lambda: message

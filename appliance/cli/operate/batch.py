@@ -36,16 +36,13 @@ app = Commands(
 Requests = Annotated[Path, typer.Argument(metavar="IN", help="File of requests, JSON lines.")]
 
 
-@app.command(epilog=f"""{_FORMAT}
-
-{examples(
+@app.command(epilog=f"{_FORMAT}\n\n" + examples(
     "atoll batch run requests.jsonl answers.jsonl",
     "atoll batch run requests.jsonl answers.jsonl --api-key-file key --concurrency 256",
     "atoll batch run in.jsonl out.jsonl --url https://llm:8443 --ca atoll-ca.crt --api-key-file key",
     "atoll batch run in.jsonl out.jsonl --retry-failed --json",
-)}
-
-{_EXIT_CODES}""")
+    then=_EXIT_CODES,
+))
 def run(
     requests: Requests,
     answers: Annotated[Path, typer.Argument(metavar="OUT", help="File of answers. Requests that it already answers "

@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
         "atoll cost --load atoll.json --set power_price=0.15 --set gpu_price=25000",
         "atoll cost --load atoll.json --file prices.toml --json",
     )
-    app.command(name="cost", help=_HELP, epilog=examples(*lines) + "\n\nExit codes: 0 ok, 2 wrong flags or files.")(
+    app.command(name="cost", help=_HELP, epilog=examples(*lines, then="Exit codes: 0 ok, 2 wrong flags or files."))(
         command
     )
 

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
-from appliance.cli.common import padded, print_json, spoken
+from appliance.cli.common import examples, padded, print_json, spoken
 from engine.message import without_ids
 from installer.base.i18n import t
 
@@ -25,12 +25,12 @@ It may run while a service runs, but slows it down.
 
 Exit codes: 0 all is well, 1 a check failed, 2 there is no usable GPU.
 """
-_EPILOG = "Examples:\n\natoll doctor\n\natoll doctor --json\n\natoll doctor --time-limit 600"
+_EXAMPLES = examples("atoll doctor", "atoll doctor --json", "atoll doctor --time-limit 600")
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the `atoll` command tree."""
-    app.command(help=_HELP, epilog=_EPILOG)(doctor)
+    app.command(help=_HELP, epilog=_EXAMPLES)(doctor)
 
 
 def doctor(

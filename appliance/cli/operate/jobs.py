@@ -14,7 +14,7 @@ from appliance.service import jobs
 from installer.base.i18n import t
 from installer.operate.install import key_was_shown
 
-JobName = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its id (default: the running one, else the "
+JobName = Annotated[str | None, typer.Argument(metavar="JOB", help="Its id (default: the running one, else the "
                                                                      "last).")]
 
 app = Commands(help="List, watch and cancel long work that runs in the background.", no_args_is_help=True)

@@ -22,7 +22,6 @@ Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where th
 app = Commands(
     help="Let users in stage by stage, with stop conditions and a way back; report and sign the result.",
     no_args_is_help=True,
-    rich_markup_mode=None,
 )
 _EXIT_CODES = (
     "Exit codes: 0 ok, 2 wrong plan or nothing to do, 3 a stage was stopped or missed its goal, 30 the disk, 40 the "
@@ -32,7 +31,7 @@ _EXIT_CODES = (
 
 @app.command(epilog=examples("atoll pilot plan --example > pilot.toml", "atoll pilot plan pilot.toml"))
 def plan(
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The plan, TOML.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The plan, TOML.")] = None,
     example: Annotated[bool, typer.Option("--example", help="Print a plan as a start for your own.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -55,8 +54,8 @@ def plan(
                  for stage in found.stages)  # fmt: skip
 
 
-@app.command(epilog=examples("sudo atoll pilot start --plan pilot.toml", "sudo atoll pilot start      # go on") + "\n\n"
-             + _EXIT_CODES)  # fmt: skip
+@app.command(epilog=examples("sudo atoll pilot start --plan pilot.toml", "sudo atoll pilot start      # go on",
+                             then=_EXIT_CODES))  # fmt: skip
 def start(
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="The plan; without it, the open pilot continues.")

@@ -29,7 +29,7 @@ _EXIT_CODES = "Exit codes: 0 it serves and nothing is wrong, 2 nothing is instal
 
 def register(app: typer.Typer) -> None:
     """Add the command to the `atoll` command tree."""
-    epilog = f"{examples('atoll status', 'atoll status --plan', 'atoll status --json')}\n\n{_EXIT_CODES}"
+    epilog = examples("atoll status", "atoll status --plan", "atoll status --json", then=_EXIT_CODES)
     app.command(name="status", help=_HELP, epilog=epilog)(command)
 
 

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
         "atoll support-bundle", "atoll support-bundle --list",
         "atoll support-bundle --redact-addresses --since '2 hours ago' --out /media/usb/support.tar.gz",
     )
-    app.command(name="support-bundle", help=_HELP, epilog=f"{examples(*lines)}\n\n{_EXIT_CODES}")(command)
+    app.command(name="support-bundle", help=_HELP, epilog=examples(*lines, then=_EXIT_CODES))(command)
 
 
 def command(

@@ -20,8 +20,9 @@ _EXIT_CODES = "Exit codes: 0 nothing stops the service, 40 something does."
 
 def register(app: typer.Typer) -> None:
     """Add the command to the `atoll` command tree."""
-    app.command(name="trouble", help=_HELP, epilog=f"{examples('atoll trouble', 'atoll trouble --json')}\n\n"
-                f"{_EXIT_CODES}")(command)  # fmt: skip
+    app.command(name="trouble", help=_HELP, epilog=examples("atoll trouble", "atoll trouble --json", then=_EXIT_CODES))(
+        command
+    )
 
 
 def command(

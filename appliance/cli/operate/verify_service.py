@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
         "atoll verify-service --profile chat --target ttft=500ms,itl=50ms,share=95%,users=8 --soak 3600",
         "atoll verify-service --base-url https://llm:8443 --ca atoll-ca.crt --api-key-file key --report out",
     )
-    app.command(name="verify-service", help=_HELP, epilog=f"{examples(*lines)}\n\n{_EXIT_CODES}")(command)
+    app.command(name="verify-service", help=_HELP, epilog=examples(*lines, then=_EXIT_CODES))(command)
 
 
 def command(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli.common import layout_for, print_json, say, say_rows, spoken
+from appliance.cli.common import examples, layout_for, print_json, say, say_rows, spoken
 from appliance.cli.language.commands import Commands
 from appliance.cli.publish import bundle_runtime
 from appliance.cli.view.byte_progress import byte_progress
@@ -23,7 +23,7 @@ from offline_bundle.model.verify import inspect_bundle, verify_bundle
 from offline_bundle.runtime.verify import is_runtime
 from offline_bundle.signing.keys import Keyring, is_encrypted, refuse_from_medium
 
-app = Commands(help="Build, inspect and verify signed model bundles.", no_args_is_help=True, rich_markup_mode=None)
+app = Commands(help="Build, inspect and verify signed model bundles.", no_args_is_help=True)
 
 _LABELS = {"copy": t("Copying and hashing"), "verify": t("Verifying")}
 _EXIT_CODES = (
@@ -32,7 +32,7 @@ _EXIT_CODES = (
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Bundle = Annotated[Path, typer.Argument(help="The bundle's directory.", show_default=False)]
+Bundle = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)]
 
 
 class TorchChoice(StrEnum):
@@ -46,14 +46,26 @@ class AcceptanceChoice(StrEnum):
     gated = "gated"
 
 
-@app.command(epilog=_EXIT_CODES)
+@app.command(epilog=examples(
+    "atoll bundle build ./Qwen3-4B --name qwen3-4b --version 1.0.0 --sequence 1 --license Apache-2.0 "
+    "--source-repo Qwen/Qwen3-4B --source-revision 1cfa9a7 --key ~/.config/atoll/keys/vendor.key --exclude '.git*' "
+    "--out /mnt/usb",
+    "atoll bundle build --runtime /mnt/usb --torch cuda --sequence 7 --key ~/.config/atoll/keys/vendor.key "
+    "--python /usr/bin/python3.12",
+    "atoll bundle build --runtime /mnt/usb --gpu h100 --gpu l40s --for-model qwen3.6-27b --sequence 8 "
+    "--key ~/.config/atoll/keys/vendor.key",
+    then=_EXIT_CODES,
+))
 def build(
     key: Annotated[Path, typer.Option(help="Private signing key (made by 'atoll keys new').", show_default=False)],
     sequence: Annotated[
         int, typer.Option(help="A number that grows with every release of one name.", show_default=False)
     ],
     model: Annotated[
-        Path | None, typer.Argument(help="Model directory: config.json, *.safetensors, tokenizer.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="MODEL", help="Model directory: config.json, *.safetensors, tokenizer.", show_default=False
+        ),
     ] = None,
     version: Annotated[
         str | None, typer.Option(help="Version of this bundle, such as 1.2.0.", show_default=False)
@@ -121,17 +133,6 @@ def build(
     A runtime holds Atoll's wheel, every package it needs (chosen by pip with your pip settings), pip itself, documents
     and licences, the compiled GPU kernels, and install.sh, which needs only a shell and python3 on the server.
     The passphrase of an encrypted key is asked for on the terminal.
-
-    \b
-    Examples:
-      atoll bundle build ./Qwen3-4B --name qwen3-4b --version 1.0.0 \\
-        --sequence 1 --license Apache-2.0 --source-repo Qwen/Qwen3-4B \\
-        --source-revision 1cfa9a7 --key ~/.config/atoll/keys/vendor.key \\
-        --exclude '.git*' --out /mnt/usb
-      atoll bundle build --runtime /mnt/usb --torch cuda --sequence 7 \\
-        --key ~/.config/atoll/keys/vendor.key --python /usr/bin/python3.12
-      atoll bundle build --runtime /mnt/usb --gpu h100 --gpu l40s --for-model qwen3.6-27b \\
-        --sequence 8 --key ~/.config/atoll/keys/vendor.key
     """
     with json_errors(as_json):
         if runtime is not None:
@@ -198,14 +199,9 @@ def _requirements(given: Sequence[str]) -> dict[str, str | int]:
     return found
 
 
-@app.command(epilog=_EXIT_CODES)
+@app.command(epilog=examples("atoll bundle inspect /mnt/usb/qwen3-4b-1.0.0", then=_EXIT_CODES))
 def inspect(bundle: Bundle, as_json: Json = False) -> None:
-    """Show what a bundle says about itself, without any key. Proves nothing.
-
-    \b
-    Example:
-      atoll bundle inspect /mnt/usb/qwen3-4b-1.0.0
-    """
+    """Show what a bundle says about itself, without any key. Proves nothing."""
     with json_errors(as_json):
         if is_runtime(bundle):
             bundle_runtime.inspect(bundle, as_json=as_json)
@@ -231,7 +227,11 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
             typer.echo(f"    {human_bytes(entry.size):>10}  {entry.role:<9}  {entry.path}")
 
 
-@app.command(epilog=_EXIT_CODES)
+@app.command(epilog=examples(
+    "atoll bundle verify /mnt/usb/qwen3-4b-1.0.0 --key vendor.pub",
+    "atoll bundle verify /mnt/usb/qwen3-4b-1.0.0 --key vendor.pub --full --json",
+    then=_EXIT_CODES,
+))
 def verify(
     bundle: Bundle,
     key: Annotated[
@@ -248,13 +248,7 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check signature, manifest, file set, every byte and the content rules. Changes nothing.
-
-    \b
-    Examples:
-      atoll bundle verify /mnt/usb/qwen3-4b-1.0.0 --key vendor.pub
-      atoll bundle verify /mnt/usb/qwen3-4b-1.0.0 --key vendor.pub --full --json
-    """
+    """Check signature, manifest, file set, every byte and the content rules. Changes nothing."""
     with json_errors(as_json):
         pinned = _not_revoked(key)
         if is_runtime(bundle):

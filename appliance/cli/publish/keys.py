@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.common import print_json, say_rows, spoken
+from appliance.cli.common import examples, print_json, say_rows, spoken
 from appliance.cli.language.commands import Commands
 from appliance.cli.view.fingerprint import grouped, word_lines
 from appliance.cli.view.json_output import json_errors
@@ -15,14 +15,14 @@ from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.signing.hash_words import from_words, in_words
 from offline_bundle.signing.keys import load_public, new_keypair
 
-app = Commands(help="Make and look at the keys that sign bundles.", no_args_is_help=True, rich_markup_mode=None)
+app = Commands(help="Make and look at the keys that sign bundles.", no_args_is_help=True)
 
 _EXIT_CODES = "Exit codes: 0 ok, 2 usage, 10 not a usable public key, 13 missing, 30 I/O."
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-@app.command(epilog=_EXIT_CODES)
+@app.command(epilog=examples("atoll keys new --name vendor --dir ~/keys --encrypt", then=_EXIT_CODES))
 def new(
     name: Annotated[str, typer.Option(help="Name of the pair: NAME.key and NAME.pub.")] = "vendor",
     directory: Annotated[Path, typer.Option("--dir", help="Where to put it; created 0700 if absent.")] = Path(
@@ -34,12 +34,7 @@ def new(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a signing key (ECDSA P-256). An existing key is never overwritten.
-
-    \b
-    Example:
-      atoll keys new --name vendor --dir ~/keys --encrypt
-    """
+    """Make a signing key (ECDSA P-256). An existing key is never overwritten."""
     with json_errors(as_json):
         pair = new_keypair(directory, name, passphrase=_new_passphrase() if encrypt else None)
         if as_json:
@@ -62,16 +57,12 @@ def new(
         ])
 
 
-@app.command(epilog=_EXIT_CODES)
+@app.command(epilog=examples("atoll keys fingerprint vendor.pub", then=_EXIT_CODES))
 def fingerprint(
-    key: Annotated[Path, typer.Argument(help="A public key file.", show_default=False)], as_json: Json = False
+    key: Annotated[Path, typer.Argument(metavar="FILE", help="A public key file.", show_default=False)],
+    as_json: Json = False,
 ) -> None:
-    """Show a public key's fingerprint, to compare by phone or on paper.
-
-    \b
-    Example:
-      atoll keys fingerprint vendor.pub
-    """
+    """Show a public key's fingerprint, to compare by phone or on paper."""
     with json_errors(as_json):
         found = load_public(key)
         if as_json:
@@ -81,21 +72,19 @@ def fingerprint(
         typer.echo("\n".join([grouped(found.fingerprint), *word_lines(found.fingerprint)]))
 
 
-@app.command(epilog=_EXIT_CODES)
+@app.command(epilog=examples(
+    "atoll keys words 7b39f8229fff69754a38ea0a5c993ca5",
+    'atoll keys words "$(sha256sum install.sh | cut -c1-64)"',
+    'atoll keys words "involve consulting upcoming brickyard"',
+    then=_EXIT_CODES,
+))
 def words(
     digits: Annotated[
         str, typer.Argument(metavar="HEX", help="A fingerprint or another hash, such as a SHA-256.", show_default=False)
     ],
     as_json: Json = False,
 ) -> None:
-    """Show a hash as words that are easy to read aloud, or words as the hash that they stand for.
-
-    \b
-    Examples:
-      atoll keys words 7b39f8229fff69754a38ea0a5c993ca5
-      atoll keys words "$(sha256sum install.sh | cut -c1-64)"
-      atoll keys words "involve consulting upcoming brickyard"
-    """
+    """Show a hash as words that are easy to read aloud, or words as the hash that they stand for."""
     with json_errors(as_json):
         plain = re.sub(r"[\s:]", "", digits).lower()
         try:

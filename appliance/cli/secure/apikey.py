@@ -31,7 +31,6 @@ KeyFile = Annotated[
 app = Commands(
     help="API keys of the endpoint: who may use it, for what, until when. (Keys that sign bundles: atoll keys.)",
     no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 _UNITS = {"h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
@@ -45,8 +44,9 @@ _EXIT_CODES = "Exit codes: 0 ok, 2 usage or nothing installed, 30 the key file i
     "atoll apikey new --name grafana --scope metrics --expires 1y",
     "atoll apikey new --name 'search bot' --group search",
     "atoll apikey new --name batch --expires 2027-01-31 --out /root/batch.key",
-    "atoll apikey new --name laptop --file keys.json      # for: atoll serve MODEL --api-key-file keys.json",
-) + "\n\n" + _EXIT_CODES)
+    "atoll apikey new --name laptop --file keys.json   # for atoll serve",
+    then=_EXIT_CODES,
+))
 def new(
     name: Annotated[str, typer.Option(help="Who or what will use it.", show_default=False)],
     scope: Annotated[
@@ -105,7 +105,7 @@ def new(
     _say_note(note)
 
 
-@app.command(name="list", epilog=examples("atoll apikey list", "atoll apikey list --json") + "\n\n" + _EXIT_CODES)
+@app.command(name="list", epilog=examples("atoll apikey list", "atoll apikey list --json", then=_EXIT_CODES))
 def list_(file: KeyFile = None, prefix: Prefix = None, as_json: Json = False) -> None:
     """List the keys: id, name, scopes, expiry. Their text is stored nowhere."""
     with told(as_json):
@@ -130,9 +130,12 @@ def list_(file: KeyFile = None, prefix: Prefix = None, as_json: Json = False) ->
         typer.echo("  ".join([*cells, spoken(row[6])]).rstrip())
 
 
-@app.command(epilog=examples("atoll apikey revoke 1f0c9a2e", "atoll apikey revoke 'team a'") + "\n\n" + _EXIT_CODES)
+@app.command(epilog=examples("atoll apikey revoke 1f0c9a2e", "atoll apikey revoke 'team a'", then=_EXIT_CODES))
 def revoke(
-    key: Annotated[str, typer.Argument(help="Id, the first 4 or more characters of one, or name.", show_default=False)],
+    key: Annotated[
+        str,
+        typer.Argument(metavar="KEY", help="Id, the first 4 or more characters of one, or name.", show_default=False),
+    ],
     file: KeyFile = None,
     prefix: Prefix = None,
     as_json: Json = False,

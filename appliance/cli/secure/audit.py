@@ -17,7 +17,6 @@ from installer.support.logs import printable
 app = Commands(
     help="The audit log: who accepted, waived or changed what, and whether the log is intact.",
     no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 _EXIT_CODES = (
@@ -63,7 +62,8 @@ def show(
 @app.command(epilog=examples(
     "atoll audit verify",
     "atoll audit verify --head 3f9a61c0d2e4b587:42",
-) + "\n\n" + _EXIT_CODES)
+    then=_EXIT_CODES,
+))
 def verify(
     head: Annotated[
         list[str] | None,

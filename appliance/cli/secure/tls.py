@@ -23,7 +23,6 @@ from installer.tls import endpoint as tls_endpoint
 app = Commands(
     help="The endpoint's certificate: show it, renew it, use your own, export what clients must trust.",
     no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 _EXIT_CODES = "Exit codes: 0 ok, 2 usage or not accepted, 30 a file cannot be used, 75 another command is running."
@@ -34,7 +33,7 @@ Name = Annotated[
 ]
 
 
-@app.command(epilog=examples("atoll tls show", "atoll tls show --json") + "\n\nExit code 1 if it has expired.")
+@app.command(epilog=examples("atoll tls show", "atoll tls show --json", then="Exit code 1 if it has expired."))
 def show(prefix: Prefix = None, as_json: Json = False) -> None:
     """Show the served certificate: its names, issuer, expiry and fingerprint."""
     with told(as_json):
@@ -49,7 +48,8 @@ def show(prefix: Prefix = None, as_json: Json = False) -> None:
 
 @app.command(epilog=examples(
     "atoll tls renew", "atoll tls renew --name llm.corp.local", "atoll tls renew --new-ca --name 10.1.2.3",
-) + "\n\n" + _EXIT_CODES)
+    then=_EXIT_CODES,
+))
 def renew(
     name: Name = None,
     new_ca: Annotated[
@@ -78,7 +78,8 @@ def renew(
 @app.command(name="import", epilog=examples(
     "atoll tls import --cert server-chain.pem --key server.key",
     "atoll tls import --cert server-chain.pem --key server.key --name llm.corp.local",
-) + "\n\n" + _EXIT_CODES)
+    then=_EXIT_CODES,
+))
 def import_(
     cert: Annotated[Path, typer.Option(metavar="FILE", help="PEM: the server's certificate, then its issuers'.")],
     key: Annotated[Path, typer.Option(metavar="FILE", help="PEM: its private key, not readable by other users.")],
@@ -100,7 +101,8 @@ def import_(
 
 @app.command(name="export-ca", epilog=examples(
     "atoll tls export-ca > atoll-ca.crt", "atoll tls export-ca --out /media/usb/atoll-ca.crt",
-) + "\n\n" + _EXIT_CODES)
+    then=_EXIT_CODES,
+))
 def export_ca(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write to instead of stdout.")] = None,
     prefix: Prefix = None,

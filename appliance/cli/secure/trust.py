@@ -21,7 +21,6 @@ from offline_bundle.signing.hash_words import from_words, in_words
 app = Commands(
     help="Vendor keys that this installation trusts: list, add, remove, or revoke one for good.",
     no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 _EXIT_CODES = (
@@ -38,7 +37,7 @@ Key = Annotated[
 ]
 
 
-@app.command(name="list", epilog=examples("atoll trust list", "atoll trust list --json") + "\n\n" + _EXIT_CODES)
+@app.command(name="list", epilog=examples("atoll trust list", "atoll trust list --json", then=_EXIT_CODES))
 def list_(prefix: Prefix = None, as_json: Json = False) -> None:
     """List the keys, trusted or revoked, by fingerprint and words, and which parts of the running release each has
     signed."""
@@ -59,7 +58,8 @@ def list_(prefix: Prefix = None, as_json: Json = False) -> None:
 @app.command(epilog=examples(
     "sudo atoll trust add vendor-2027.pub",
     "sudo atoll trust add /media/usb/vendor.pub --fingerprint '7b39 f822 9fff 6975 4a38 ea0a 5c99 3ca5'",
-) + "\n\n" + _EXIT_CODES)
+    then=_EXIT_CODES,
+))
 def add(
     key: Annotated[Path, typer.Argument(metavar="FILE", help="A vendor's public key.", show_default=False)],
     fingerprint: Annotated[
@@ -88,7 +88,8 @@ def add(
 
 @app.command(epilog=examples(
     "sudo atoll trust remove 1f2e3d4c", "sudo atoll trust remove vendor.pub",
-) + "\n\n" + _EXIT_CODES)
+    then=_EXIT_CODES,
+))
 def remove(key: Key, prefix: Prefix = None, as_json: Json = False) -> None:
     """No longer trust a key. It may be added again; for a stolen key use revoke."""
     with told(as_json):
@@ -108,7 +109,8 @@ def remove(key: Key, prefix: Prefix = None, as_json: Json = False) -> None:
 @app.command(epilog=examples(
     "sudo atoll trust revoke 1f2e3d4c --reason 'stolen, letter of 3 May'",
     "sudo atoll trust revoke 1f2e3d4c --reason 'stolen, letter of 3 May' --yes --json",
-) + "\n\n" + _EXIT_CODES)
+    then=_EXIT_CODES,
+))
 def revoke(
     key: Annotated[
         str,

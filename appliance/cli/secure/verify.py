@@ -30,7 +30,7 @@ _LABELS = {"verify": t("Reading and comparing"), "code": t("Comparing the code")
 def register(app: typer.Typer) -> None:
     """Add the command to the `atoll` command tree."""
     lines = ("atoll verify", "atoll verify --gentle --json")
-    app.command(name="verify", help=_HELP, epilog=f"{examples(*lines)}\n\n{_EXIT_CODES}")(command)
+    app.command(name="verify", help=_HELP, epilog=examples(*lines, then=_EXIT_CODES))(command)
 
 
 def command(
