@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.cells import cell_len
 
-from installer.base.errors import ExitCode, InstallError, io_error
-from installer.base.i18n import language_of, t
+from installer.base.errors import ExitCode, InstallError, io_error, usage_error
+from installer.base.i18n import joined, language_of, t
 from installer.base.i18n import told as in_language
 from installer.base.layout import Layout
 
@@ -107,6 +108,17 @@ def say_rows(
 def agrees(question: str, *, err: bool = False) -> bool:
     """A yes or no from the terminal; no if there is no answer."""
     return typer.confirm(spoken(question), err=err)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Go on only if somebody agrees: by `--yes`, or at the terminal. Raises InstallError (usage)."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise usage_error(joined([t("This needs a yes, and no terminal is there to ask on."), question], " "),
+                          t("If the answer is yes: {flag}", flag="--yes"))  # fmt: skip
+    if not agrees(question):
+        raise usage_error(t("The answer was no."))
 
 
 def print_json(facts: Any) -> None:

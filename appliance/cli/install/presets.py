@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from appliance.cli.common import Json, examples, print_json, say, say_rows, told
+from appliance.cli.common import Json, examples, padded, print_json, say, say_rows, told
 from appliance.cli.language.commands import Commands
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, language_of, t
@@ -17,6 +17,8 @@ Gpu = Annotated[
     str | None,
     typer.Option("--gpu", metavar="NAME", help="The GPU: h100, L40S, 80GB, … (default: this machine's)."),
 ]
+
+_NAME, _COLUMN = 20, 12  # columns of the terminal
 
 app = Commands(
     help="List starting points for a model, a GPU and a use, and explain each value.",
@@ -47,10 +49,22 @@ def _list(ctx: typer.Context, gpu: Gpu = None, as_json: Json = False) -> None:
         if as_json:
             print_json({"gpu": card.name if card else None, "presets": rows})
             return
-        say_rows([(row["name"], _line(row)) for row in rows])
         if card is None:
+            uses: dict[str, list[str]] = {}
+            for row in rows:
+                model, _, use = row["name"].partition("/")
+                uses.setdefault(model, []).append(use)
+            say_rows((model, joined(names)) for model, names in uses.items())
             say()
             say(t("Name a GPU to see what fits: atoll presets --gpu h100"))
+            return
+        say(t("{gpu}: requests at once × tokens of each (1K: 1,024)", gpu=card.title))
+        say()
+        _print_table(rows)
+        say()
+        for message in _reasons_of_misfits(rows):
+            say(message)
+        say(t("Each value and its reason: {command}", command="atoll presets show MODEL/USE"))
 
 
 @app.command(
@@ -77,12 +91,28 @@ def show(
             _print(found)
 
 
-def _line(row: dict[str, Any]) -> str:
-    if "fits" not in row:
-        return ""
-    if not row["fits"]:
-        return joined([row["message"], row["hint"]], " ")
-    return t("{users} × {context} tokens at once", users=f"{row['users']:,}", context=f"{row['context']:,}")
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    """A line for each model, and a column for each use; "-" where it does not fit, or has no such preset."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        model, _, use = row["name"].partition("/")
+        cells.setdefault(model, {})[use] = f"{row['users']:,} × {_tokens(row['context'])}" if row["fits"] else "-"
+    uses = list(dict.fromkeys(row["name"].partition("/")[2] for row in rows))
+    for name, found in {"": dict(zip(uses, uses, strict=True)), **cells}.items():
+        line = "".join(padded(found.get(use, "-"), _COLUMN) for use in uses)
+        typer.echo(f"{name:<{_NAME}}{line}".rstrip())
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}K" if count % 1024 == 0 else f"{count:,}"
+
+
+def _reasons_of_misfits(rows: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with models that fit in no use, for one and the same reason."""
+    reasons: dict[str, set[str]] = {}
+    for row in rows:
+        reasons.setdefault(row["name"].partition("/")[0], set()).add("" if row["fits"] else row["message"])
+    return [reason for each in reasons.values() if len(each) == 1 for reason in each if reason]
 
 
 def _print(found: "Preset") -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, spoken, told
+from appliance.cli.common import Json, Prefix, confirm, examples, layout_for, print_json, say, say_rows, spoken, told
 from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal, print_result
 from appliance.service import events
@@ -118,8 +118,8 @@ def rollback(
 ) -> None:
     with told(as_json):
         layout = layout_for(prefix)
-        if not (yes or dry_run) and sys.stdin.isatty() and not agrees(t("Go back to the previous release?")):
-            raise usage_error(t("Not confirmed."), t("Say --yes."))
+        if sys.stdin.isatty():
+            confirm(t("Go back to the previous release?"), yes=yes or dry_run)
         options = InstallOptions(prefix=layout.prefix, start_timeout=timeout, dry_run=dry_run)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             result = Rollback(options, terminal, layout=layout).run()
@@ -161,18 +161,15 @@ def _show(plan: UninstallPlan) -> None:
 
 def _confirm(purge: bool, named: str | None, yes: bool) -> None:
     host = socket.gethostname()
-    refused = usage_error(t("Not confirmed."))
-    if purge:
-        if named is None and sys.stdin.isatty():
-            question = t("This deletes the models, settings and keys. Type the machine's name ({host})", host=host)
-            named = typer.prompt(spoken(question))
-        refused.hint = t("Give the machine's name: --purge --yes-purge {host}", host=host)
-        if named != host:
-            raise refused
-    elif not yes and named != host:
-        refused.hint = t("Confirm with --yes.")
-        if not sys.stdin.isatty() or not agrees(t("Uninstall?")):
-            raise refused
+    if not purge:
+        confirm(t("Uninstall?"), yes=yes or named == host)
+        return
+    if named is None and sys.stdin.isatty():
+        question = t("This deletes the models, settings and keys. Type the machine's name ({host})", host=host)
+        named = typer.prompt(spoken(question))
+    if named != host:
+        raise usage_error(t("Not confirmed: deleting the models, settings and keys takes this machine's name."),
+                          t("Give the machine's name: --purge --yes-purge {host}", host=host))  # fmt: skip
 
 
 def check(prefix: Prefix = None, as_json: Json = False) -> None:

@@ -1,11 +1,10 @@
 """`atoll tune`: find the engine settings that serve this traffic best. It handles flags and output."""
 
-import sys
 from typing import Annotated, Any
 
 import typer
 
-from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.common import Json, Prefix, confirm, examples, layout_for, print_json, say, say_rows, told
 from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal
 from installer.base.errors import ExitCode, usage_error
@@ -92,7 +91,7 @@ def tune(
             preset=preset, only=tuple(only or ()), load_seconds=load_seconds, start_timeout=start_timeout, fresh=fresh,
             by=by,
         )  # fmt: skip
-        _confirm(t("Every trial restarts the service and cuts off running requests. Continue?"), yes=yes)
+        confirm(t("Every trial restarts the service and cuts off running requests. Continue?"), yes=yes)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             result = run_tuning(layout, request, terminal)
     _print(result, as_json)
@@ -123,7 +122,7 @@ def reset(model: Model = None, yes: Yes = False, by: By = None, prefix: Prefix =
         from appliance.service.tuning.work import run_reset
 
         layout = layout_for(prefix)
-        _confirm(t("This restarts the service. Continue?"), yes=yes)
+        confirm(t("This restarts the service. Continue?"), yes=yes)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             result = run_reset(layout, model, terminal, by=by)
     if as_json:
@@ -145,12 +144,6 @@ def _request(**given: Any) -> Any:
         flag = "--" + str(entry["loc"][0]).replace("_", "-")
         raise usage_error(t("{flag} {value} cannot be used.", flag=flag, value=str(entry["input"])[:40]),
                           t("For the allowed values: {command}", command="atoll tune --help")) from None
-
-
-def _confirm(question: str, *, yes: bool) -> None:
-    if yes or (sys.stdin.isatty() and agrees(question)):
-        return
-    raise usage_error(t("Not confirmed."), t("Say --yes."))
 
 
 def _print(result: dict[str, Any], as_json: bool) -> None:

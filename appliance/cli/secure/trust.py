@@ -1,13 +1,12 @@
 """`atoll trust list | add | remove | revoke`: whose bundles are accepted here. (`atoll keys`: making such keys.)"""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.common import Json, Prefix, confirm, examples, layout_for, print_json, say, say_rows, told
 from appliance.cli.language.commands import Commands
 from appliance.cli.view.fingerprint import grouped, word_lines
 from installer.access import vendor_keys
@@ -199,15 +198,11 @@ def _say_consequences(signed: list[str], left: int) -> None:
 
 
 def _confirm(fingerprint: str, signed: list[str]) -> None:
-    refused = usage_error(t("Not confirmed."), t("Say --yes."))
-    if not sys.stdin.isatty():
-        raise refused
     say(t("This cannot be undone: nothing that the key {fingerprint} signed will be accepted here again.",
           fingerprint=fingerprint))  # fmt: skip
     if signed:
         say(t("It signed what runs now: {names}.", names=joined(signed)))
-    if not agrees(t("Revoke this key?")):
-        raise refused
+    confirm(t("Revoke this key?"), yes=False)
 
 
 def _meant(layout: Layout, named: str) -> str:

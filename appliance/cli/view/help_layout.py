@@ -21,8 +21,8 @@ from installer.base.i18n import t
 NAME_WIDTH = 30  # a longer name has a line of its own
 GAP = 2
 _TYPE = re.compile(r" <(?:list\[)?([^<>\]]*)\]?>$")  # how typer names the type of a value that has no name
-_VALUES = dict.fromkeys(("int", "int range", "float", "float range"), "N") | {
-    "str": "TEXT", "path": "PATH", "Path": "PATH",
+_VALUES = {
+    "int": "N", "int range": "N", "float": "N", "float range": "N", "str": "TEXT", "path": "PATH", "Path": "PATH",
 }  # fmt: skip
 
 

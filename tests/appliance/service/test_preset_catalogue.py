@@ -128,6 +128,17 @@ def test_the_command_lists_and_explains() -> None:
     assert "메모리" in korean.stdout
 
 
+def test_the_list_is_a_table_that_fits_a_console() -> None:
+    said = run("presets", "--gpu", "l4").stdout
+    lines = {words[0]: words[1:] for line in said.splitlines() if (words := line.split("  "))[0]}
+    assert any("×" in cell for cell in lines["gemma4-12b"])
+    assert {cell.strip() for cell in lines["gemma4-31b"]} <= {"-", ""}
+    assert said.count("needs several GPUs") == 2, "once for each model, not for each use"
+    assert max(map(len, said.splitlines())) <= 80
+    without_gpu = run("presets")
+    assert re.search(r"^gemma4-31b +chat, documents, batch, single, white-paper$", without_gpu.stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize(("arguments", "code"), [
     (["gemma4-31b/chat", "--gpu", "l4"], 3),
     (["gemma4-31b/poetry", "--gpu", "l4"], 2),

@@ -362,7 +362,7 @@ def test_the_command(place: Place, tmp_path: Path) -> None:
     nonsense = tmp_path / "nonsense.toml"
     nonsense.write_text('input = "many"\n[arrival]\nclients = 0\n')
     for words, said in [
-        ([], "Not confirmed"),
+        ([], "This needs a yes"),
         (["--yes", "--target", "ttft=0ms"], "is not a target"),
         (["--yes", "--target", "speed=9"], "is not a target"),
         (["--yes", "--budget", "1s"], "--budget 1s cannot be used"),

@@ -273,7 +273,7 @@ def test_questions_are_korean(tmp_path: Path) -> None:
     os.close(theirs)
     os.close(ours)
     assert "직전 릴리스로 되돌리시겠습니까? [y/N]" in said
-    assert "확인되지 않았습니다." in said
+    assert "'아니요'라고 답했습니다." in said
     assert asked.returncode == 2
 
 
