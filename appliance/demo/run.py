@@ -323,7 +323,7 @@ def run(demo: Demo, question: str) -> None:
         with show.step("Checklist: verify what is installed") as step:
             state = go_through_checklist(demo, step)
     show.line(summary(demo, answer.model))
-    print_state(state, show.console)
+    print_state(state, demo.layout, show.console)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,6 +46,11 @@ class Layout:
         return t("this server") if self.system and self.prefix == Path("/") else str(self.prefix)
 
     @property
+    def prefix_option(self) -> str:
+        """What follows a command that is about this installation, in what operators are told to type."""
+        return "" if self.system else f" --prefix {self.prefix}"
+
+    @property
     def opt(self) -> Path:
         return self.prefix / "opt/atoll"
 

@@ -45,8 +45,7 @@ def _switch(layout: Layout, *, on: bool) -> DrainState:
 
 
 def _no_answer(layout: Layout) -> DrainState:
-    where = "" if layout.system else f" --prefix {layout.prefix}"
     raise InstallError(
         t("The gateway does not answer on its admin socket."), exit_code=ExitCode.UNHEALTHY,
         why=t("The service does not run, or this user may not ask it: only its owner and root may."),
-        changed=t("Nothing was changed."), hint=f"atoll status{where}")
+        changed=t("Nothing was changed."), hint=f"atoll status{layout.prefix_option}")

@@ -99,7 +99,7 @@ class SettingsTrial(Journalled):
                 t("An install or a tuning was interrupted; the proven state must be restored first."),
                 exit_code=ExitCode.ROLLBACK_FAILED,
                 changed=t("Nothing was changed."),
-                hint=t("Restore it: {command}", command=f"atoll start{self._where}"),
+                hint=t("Restore it: {command}", command=f"atoll start{self.layout.prefix_option}"),
             )
         if committed is None:
             raise InstallError(
@@ -115,12 +115,8 @@ class SettingsTrial(Journalled):
                 t("The service does not answer, so there is nothing to measure against."),
                 exit_code=ExitCode.UNHEALTHY,
                 changed=t("Nothing was changed."),
-                hint=t("Start it first: {command}", command=f"atoll start{self._where}"),
+                hint=t("Start it first: {command}", command=f"atoll start{self.layout.prefix_option}"),
             )
-
-    @property
-    def _where(self) -> str:
-        return "" if self.layout.system else f" --prefix {self.layout.prefix}"
 
     def _chosen(self) -> Model:
         models = {model.instance: model for model in self.context.models}

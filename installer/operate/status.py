@@ -211,7 +211,7 @@ def _state(history: History, committed: Facts, running: Facts, healthy: bool, *,
 def _tell_state(
     layout: Layout, state: str, running: Facts, said: str, units: list[UnitState], history: History, found: Findings
 ) -> None:
-    where = "" if layout.system else f" --prefix {layout.prefix}"
+    where = layout.prefix_option
     failed = [unit for unit in units if unit.failed]
     for unit in failed:
         short = unit.name.removeprefix("atoll-").removesuffix(".service")

@@ -276,7 +276,7 @@ class TuneBody(StepBody):
         fields = [
             Field("target", t("What your users need"), tune.target, example),
             Field("budget", t("How long it may take"), tune.budget, t("such as 10m or 1h")),
-            Field("profile", t("The load"), tune.profile, t("chat, long-documents, batch, one-user, or a file")),
+            Field("profile", t("The load"), tune.profile, t("chat, documents, batch, single, or a file")),
         ]  # fmt: skip
         about = t("Every trial restarts the engine and cuts off running requests.")
         self.app.push_screen(Form(self.say, t("Measure it"), fields, take, about),

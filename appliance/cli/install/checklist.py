@@ -61,11 +61,12 @@ def _default(ctx: typer.Context) -> None:
 def show(prefix: Prefix = None, as_json: Json = False) -> None:
     """Show the steps, which are done, and what comes next. Changes nothing."""
     with told(as_json):
-        state = checklist.show(layout_for(prefix))
+        layout = layout_for(prefix)
+        state = checklist.show(layout)
         if as_json:
             print_json(state.to_json())
         else:
-            print_state(state, Console(highlight=False, soft_wrap=True))
+            print_state(state, layout, Console(highlight=False, soft_wrap=True))
 
 
 @app.command(
@@ -175,7 +176,7 @@ def _say_result(layout: Layout, result: dict[str, Any], secrets: dict[str, str],
         print_json({**result, "api_key": key, "checklist": state.to_json()})
     else:
         typer.echo()
-        print_state(state, Console(highlight=False, soft_wrap=True))
+        print_state(state, layout, Console(highlight=False, soft_wrap=True))
         if key:
             typer.echo()
             say_rows([(t("key"), key), ("", t("Keep it: it is shown only once, and only its hash is stored."))],

@@ -30,7 +30,7 @@ app = Commands(
     help=_HELP,
     epilog=examples(
         "sudo atoll tune --target ttft=500ms,itl=40ms --budget 10m",
-        "sudo atoll tune --profile long-documents --budget 30m --yes",
+        "sudo atoll tune --profile documents --budget 30m --yes",
         "sudo atoll tune --profile traffic.toml --only max-num-seqs --only kv-cache-dtype",
         "atoll tune show --json",
     ),
@@ -50,7 +50,7 @@ def tune(
     ] = "10m",
     profile: Annotated[
         str,
-        typer.Option("--profile", metavar="NAME|FILE", help="The load: chat, long-documents, batch, one-user, or a "
+        typer.Option("--profile", metavar="NAME|FILE", help="The load: chat, documents, batch, single, or a "
                      "profile's file."),
     ] = "chat",
     model: Model = None,

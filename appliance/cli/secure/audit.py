@@ -1,5 +1,6 @@
 """`atoll audit show | verify`: who accepted, waived or changed what, and whether the log is intact."""
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ _EXIT_CODES = (
     "missing, 30 it cannot be read."
 )
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_HASH = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{16,}\b")
 _SHOWN = ("at", "event", "who", "prev", "hash")
 
 
@@ -37,7 +39,7 @@ def show(
 ) -> None:
     """Show the entries, and the head of the log: a line to write down, which shows later whether entries are missing.
 
-    Shows what follows the chain; `atoll audit verify` judges.
+    Shows what follows the chain; `atoll audit verify` judges. Long hashes are shortened; --json has them whole.
     """
     with told(as_json):
         layout = _layout(prefix)
@@ -117,8 +119,15 @@ def _layout(prefix: Any) -> Layout:
 def _line(record: dict[str, Any]) -> str:
     who = record.get("who")
     user = who.get("user", "?") if isinstance(who, dict) else "?"
-    rest = "  ".join(f"{name}={value}" for name, value in record.items() if name not in _SHOWN)
+    rest = "  ".join(f"{name}={_value(value)}" for name, value in record.items() if name not in _SHOWN and value != "")
     return printable(f"{record.get('at')}  {record.get('event'):20} {user}  {rest}".rstrip())
+
+
+def _value(value: Any) -> str:
+    """Hashes are shortened here; `--json` has them whole."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_value(each)}" for name, each in value.items())
+    return _HASH.sub(r"\1…", str(value))
 
 
 def _grouped(digits: str) -> str:

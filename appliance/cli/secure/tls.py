@@ -181,7 +181,7 @@ def _apply(layout: Layout) -> str | None:
         if changed != text:
             fs.write_atomic(layout.config, changed, 0o644)
     if PrefixService(layout).state().up:
-        return t("To serve it: atoll stop --prefix {prefix}; atoll start --prefix {prefix}", prefix=layout.prefix)
+        return t("To serve it: {command}", command=f"atoll restart{layout.prefix_option}")
     return None
 
 

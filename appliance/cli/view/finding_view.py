@@ -10,6 +10,7 @@ from appliance.cli.common import padded, spoken
 from appliance.service.findings import Finding
 from appliance.service.state import STATUS_WORDS, State, StepState
 from installer.base.i18n import t
+from installer.base.layout import Layout
 
 _STYLES = {"PASS": "green", "INFO": "cyan", "WARN": "yellow", "FAIL": "bold red", "WAIV": "magenta"}
 _STATUS_STYLES = {"green": "green", "failed": "bold red", "stale": "yellow", "interrupted": "yellow",
@@ -42,7 +43,7 @@ def _word(finding: Finding, waived: bool) -> str:
     return {"warn": "WARN", "info": "INFO"}.get(finding.severity, "FAIL")
 
 
-def print_state(state: State, console: Console) -> None:
+def print_state(state: State, layout: Layout, console: Console) -> None:
     """The checklist: its steps, what blocks them, and where it continues."""
     with contextlib.suppress(OSError):
         for number, step in enumerate(state.steps, start=1):
@@ -51,7 +52,7 @@ def print_state(state: State, console: Console) -> None:
         done = next((step.next for step in reversed(state.steps) if step.next), "")
         text = done or t("The checklist is complete.")
         if first is not None:
-            text = t("Next: {command}", command="atoll checklist run")
+            text = t("Next: {command}", command=f"atoll checklist run{layout.prefix_option}")
         console.print(f"\n{spoken(text)}", markup=False)
 
 

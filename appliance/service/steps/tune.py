@@ -25,7 +25,7 @@ class TuneAnswers(BaseModel):
 
     target: str = Field(default="", max_length=200, description="ttft=500ms,itl=40ms; empty: as much as possible.")
     budget: str = Field(default="10m", max_length=20, description="Total time for each model.")
-    profile: Text = Field(default="chat", description="chat, long-documents, batch, one-user, or a profile's file.")
+    profile: Text = Field(default="chat", description="chat, documents, batch, single, or a profile's file.")
     model: Text | None = Field(default=None, description="Only this one of several models.")
     preset: Text | None = Field(default=None, description="The preset that the settings come from.")
     only: list[Text] = Field(default_factory=list, description="Tune exactly these settings.")

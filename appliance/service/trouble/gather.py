@@ -35,10 +35,9 @@ def gather(layout: Layout, media: Iterable[Path] = (), *, machine: Machine | Non
         if error.exit_code != ExitCode.USAGE:
             raise
         facts = None
-    where = "" if layout.system else f" --prefix {layout.prefix}"
     context = PreflightContext(layout, config.Endpoint("127.0.0.1", 0), device=_device(layout), machine=machine)
     return Scene(
-        where=where, log=None if layout.system else layout.log, status=facts, gpu=tuple(_gpu(context)),
+        where=layout.prefix_option, log=None if layout.system else layout.log, status=facts, gpu=tuple(_gpu(context)),
         holders=tuple(_holders(layout, machine)), media=tuple(path for path in media if not path.exists()),
         log_tail=tuple(readable(line) for line in _log(layout)),
     )  # fmt: skip
