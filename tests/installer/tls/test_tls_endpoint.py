@@ -19,7 +19,7 @@ from tls_kit import Issuer, pem
 
 from installer.decide.install_options import InstallOptions, TlsChoice
 from installer.operate.install import Installer
-from installer.operate.lifecycle import start, stop
+from installer.operate.lifecycle import restart, start, stop
 from installer.operate.status import status
 from installer.tls import endpoint as tls_endpoint
 from offline_bundle.model.build import build_bundle
@@ -182,13 +182,12 @@ def test_a_renewed_certificate_is_served_after_the_restart_that_status_asks_for(
     renewed = endpoint.json("tls", "renew")
     assert renewed["sha256"] != before["sha256"]
     assert renewed["ca"] == before["ca"]
-    assert "atoll start" in renewed["note"]
+    assert "atoll restart --prefix" in renewed["note"]
     facts = status(site.layout)
     assert not facts["healthy"]
     assert "another certificate" in facts["health"]["said"]
     assert endpoint.chats(endpoint.key)  # the old one still holds for clients
-    stop(site.layout, service=site.service)
-    start(site.layout, Witness(), service=site.service, timeout=60)  # type: ignore[arg-type]
+    restart(site.layout, Witness(), service=site.service, timeout=60)  # type: ignore[arg-type]
     assert status(site.layout)["healthy"]
     assert endpoint.chats(endpoint.key)
 
