@@ -21,8 +21,9 @@ from engine.setting import settings_of
 SERVE_EXAMPLES = """\
 examples:
   atoll serve ./SmolLM2-135M-Instruct
-  atoll serve /models/llama --served-model-name llama --max-model-len 8192 --port 8080
-  atoll serve /models/llama --host 0.0.0.0 --api-key-file keys.json --ssl-certfile cert.pem --ssl-keyfile key.pem
+  atoll serve /models/llama --served-model-name llama --max-model-len 8192
+  atoll serve /models/llama --host 0.0.0.0 --api-key-file keys.json \\
+      --ssl-certfile cert.pem --ssl-keyfile key.pem
   atoll serve --config serve.toml --max-num-seqs 32
 
 serve.toml:
@@ -41,7 +42,8 @@ Flags are those of `vllm serve`; dashes and underscores are the same. Sizes may 
 ENGINE_EXAMPLES = """\
 examples:
   atoll engine --model ./SmolLM2-135M-Instruct --uds /tmp/engine.sock
-  atoll engine --model chat --config /etc/atoll/atoll.toml --uds /run/atoll/engine/chat/engine.sock
+  atoll engine --model chat --config /etc/atoll/atoll.toml \\
+      --uds /run/atoll/engine/chat/engine.sock
   atoll engine --model chat --config /etc/atoll/atoll.toml --check
 
 On a server, systemd runs the second form, one for each model: systemctl status 'atoll-engine@*'
@@ -51,7 +53,7 @@ GATEWAY_EXAMPLES = """\
 examples:
   atoll gateway --config /etc/atoll/atoll.toml
   atoll gateway --config /etc/atoll/atoll.toml --check
-  atoll gateway --config atoll.toml --engines run/engine --host 127.0.0.1 --port 8080
+  atoll gateway --config atoll.toml --engines run/engine --port 8080
 
 atoll.toml:
   [gateway]
@@ -61,7 +63,7 @@ atoll.toml:
   [gateway.limits]           # see below
   max-in-flight-per-key = 8
 
-  [models.chat]              # its engine: atoll engine --model chat, on <engines>/chat/engine.sock
+  [models.chat]              # its engine: atoll engine --model chat
   model = "/var/lib/atoll/models/…/model"
 
 On a server, systemd runs it and hands it the listening socket: systemctl status atoll-gateway

@@ -5,14 +5,15 @@ Every text is translated when it is added. Lines are broken by terminal cells, b
 
 import argparse
 import re
+import shutil
 import unicodedata
 from functools import partial
 from typing import Any
 
 from engine.errors import front_end_flags, told
 
-WIDTH = 110
-_FLAGS_WIDTH = 34  # left column
+_WIDEST = 110      # columns; longer lines are hard to read
+_FLAGS_WIDTH = 32  # left column
 
 # An indented line shows what to type; its explanation follows after a gap.
 _EXAMPLE = re.compile(r"(?P<typed>\s+\S.*?)(?:(?P<gap>\s{2,})(?P<words>\S.*))?")
@@ -22,9 +23,11 @@ _FILE = re.compile(r"\S+\.\w+:")
 class HelpParser(argparse.ArgumentParser):
     def __init__(self, *, description: str, epilog: str = "", **settings: Any) -> None:
         """`epilog`: lines of text, and indented lines that show what to type."""
+        width = line_width()
         super().__init__(
-            description=wrapped(told(description), WIDTH), epilog="\n".join(map(_told_line, epilog.split("\n"))),
-            formatter_class=partial(argparse.RawTextHelpFormatter, max_help_position=_FLAGS_WIDTH, width=WIDTH),
+            description=wrapped(told(description), width),
+            epilog="\n".join(_told_line(line, width) for line in epilog.split("\n")),
+            formatter_class=partial(argparse.RawTextHelpFormatter, max_help_position=_FLAGS_WIDTH, width=width),
             add_help=False, **settings,
         )
 
@@ -36,9 +39,14 @@ class HelpParser(argparse.ArgumentParser):
             group.add_argument(name, metavar=metavar, help=help_text(text), dest=argparse.SUPPRESS)
 
 
+def line_width() -> int:
+    """Columns of a line, on this terminal. Consoles of servers have 80."""
+    return max(min(shutil.get_terminal_size().columns - 2, _WIDEST), _FLAGS_WIDTH + 30)
+
+
 def help_text(text: str) -> str:
     """A flag's help, in the form that `add_argument` expects."""
-    return wrapped(told(text), WIDTH - _FLAGS_WIDTH).replace("%", "%%")
+    return wrapped(told(text), line_width() - _FLAGS_WIDTH).replace("%", "%%")
 
 
 def wrapped(text: str, width: int) -> str:
@@ -56,10 +64,10 @@ def _cells(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
-def _told_line(line: str) -> str:
+def _told_line(line: str, width: int) -> str:
     if not line.strip() or _FILE.fullmatch(line):
         return line
     example = _EXAMPLE.fullmatch(line)
     if example is None:
-        return told(line)
+        return wrapped(told(line), width)
     return example["typed"] + (example["gap"] + told(example["words"]) if example["words"] else "")
