@@ -20,6 +20,7 @@ from installer.base.i18n import t
 
 NAME_WIDTH = 30  # a longer name has a line of its own
 GAP = 2
+_BRACES = re.compile(r"\{(\S+?)\}")
 _TYPE = re.compile(r" <(?:list\[)?([^<>\]]*)\]?>$")  # how typer names the type of a value that has no name
 _VALUES = {
     "int": "N", "int range": "N", "float": "N", "float range": "N", "str": "TEXT", "path": "PATH", "Path": "PATH",
@@ -28,7 +29,8 @@ _VALUES = {
 
 class HelpLayout(typer.Context.formatter_class):
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
-        super().write_usage(prog, args, spoken(t("Usage: ")) if prefix is None else prefix)
+        """As everybody writes it: typer puts braces around what must be given."""
+        super().write_usage(prog, _BRACES.sub(r"\1", args), spoken(t("Usage: ")) if prefix is None else prefix)
 
     def write_text(self, text: str) -> None:
         """Paragraphs. One that has lines of its own (commands to type) keeps them."""
