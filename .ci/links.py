@@ -5,7 +5,8 @@
 - relative links of every Markdown file, and their `#anchors`, as GitHub makes them of headings;
 - paths in `backticks` that begin with a room, and in a table's row about a folder the files named after it;
 - files named in the drawings of docs/architecture.md;
-- the other way round: docs/architecture.md names every folder of code, and README leads to every English page.
+- the other way round: docs/architecture.md names every folder of code, README leads to every English page,
+  and docs/performance.md to every page of measurements.
 """
 
 import re
@@ -85,6 +86,9 @@ def complaints(root: Path) -> Iterator[str]:
         if name == "README.md":
             english = [other.relative_to(root).as_posix() for other in sorted((root / "docs/en").glob("*.md"))]
             found += [f"leads nowhere to {other}" for other in english if f"({other}" not in text]
+        if name == "docs/performance.md":
+            measured = [f"performance/{other.name}" for other in sorted((root / "docs/performance").glob("*.md"))]
+            found += [f"leads nowhere to {other}" for other in measured if f"({other})" not in text]
         yield from (f"{name}: {what}" for what in found)
 
 

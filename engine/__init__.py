@@ -17,10 +17,10 @@ __version__ = "0.1.0"
 
 # OpenMP reads this once, when torch is first imported. By default its threads spin at barriers. If another process uses
 # a core, each of the hundreds of barriers in a step then waits for a time slice; sleeping threads avoid that, and cost
-# nothing on an idle machine (docs/performance.md).
+# nothing on an idle machine (docs/performance/cpu-threads.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Read with the first tensor: large ones lie in huge pages, so a CPU that reads weights looks up fewer addresses
-# (docs/performance.md).
+# (docs/performance/cpu.md).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # Also read when torch is first imported: cuBLASLt chooses faster kernels for steps of 64 to 192 sequences. torch's
 # function for this would print a warning on stderr.

@@ -17,7 +17,7 @@ PAGE_SIZES = (8, 16, 32, 64)
 TABLE_PLACES = ("host", "gpu")  # where a lookup table may be kept
 STATE_DTYPES = ("float32", "bfloat16")  # dtypes in which a recurrent layer may keep its state
 # Default tokens per page. The GPU's kernels work best with 16. On a CPU, short answers waste less in pages of 8
-# (docs/performance.md).
+# (docs/performance/constants.md).
 DEFAULT_PAGE_SIZE = {"cpu": 8, "cuda": 16}
 
 _DTYPES = {"auto": "auto", "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32",

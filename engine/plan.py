@@ -3,7 +3,7 @@ flags.
 
 Weights, pages, states and the split of the remaining memory come from the code with which the engine plans at start-up.
 What it measures there (activations, graphs, overhead, buffers) is a parameter here. Without measurements these are
-estimated; docs/performance.md compares the estimates with measurements.
+estimated; docs/performance/planner.md compares the estimates with measurements.
 """
 
 from dataclasses import dataclass, replace

@@ -31,7 +31,7 @@ from engine.core.sequence import NO_ROW, Sequence, Status
 from engine.core.waiting import Blocked, WaitingQueue
 
 # Steps in which a sequence may lack pages before others are preempted for it. Waiting longer costs more tokens a step
-# than it saves in recomputation (measurements: docs/performance.md, "Scheduling").
+# than it saves in recomputation (measurements: docs/performance/scheduling.md).
 _PATIENCE = 1
 
 

@@ -13,8 +13,8 @@ from engine.layers.quant.unquantized import PLAIN, UNQUANTIZED
 from engine.layers.weight_memory import empty_parameter
 
 _VECTOR_ROWS = 4  # the most rows of gemm.small_batch.gemv
-# Elements of a weight. Above this, tensor cores win from the second row on (measurements: docs/performance.md). The
-# dense MLP of 26B-A4B must stay below (11.9 million), because it shares kernels with the experts.
+# Elements of a weight. Above this, tensor cores win from the second row on (docs/performance/constants.md). The dense
+# MLP of 26B-A4B must stay below (11.9 million), because it shares kernels with the experts.
 _SMALL_WEIGHT = 12_500_000
 
 

@@ -2,7 +2,7 @@
 
 PyTorch's allocator puts a new tensor into any free block. Weights that are quantised while they load would end up in
 blocks of temporary tensors, and the rest of each such block could not be returned: another tenth of the weights' memory
-(docs/performance.md). So they get a separate pool, in which nothing is ever freed.
+(docs/performance/constants.md). So they get a separate pool, in which nothing is ever freed.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ PyTorch releases the GIL while an operator runs, so the Python of one part runs 
 part is a plan of its own: it reads and writes rows and pages that the other part does not write.
 
 Another process that computes on the second core takes the gain away: then each step waits for the part that shares its
-core. `Pause` notices it and lets steps run whole for a while. (Measurements: docs/performance.md, "Parts of a step".)
+core. `Pause` notices it and lets steps run whole for a while. (Measurements: docs/performance/cpu-threads.md.)
 """
 
 import time

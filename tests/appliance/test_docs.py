@@ -97,7 +97,7 @@ def test_links_and_paths_lead_somewhere():
 
 
 def test_what_leads_nowhere_is_found(tmp_path: Path):
-    for folder in ("docs/en", "systemd", "engine/core", "tui"):
+    for folder in ("docs/en", "docs/performance", "systemd", "engine/core", "tui"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "engine/core/loop.py").touch()
     (tmp_path / "systemd/README.md").write_text("[gone](gone.md)")
@@ -106,6 +106,9 @@ def test_what_leads_nowhere_is_found(tmp_path: Path):
         "| `engine/` | `loop.py` |\n\n`engine/core/loop.py` `engine/core/none.py`\n\n"
         "```text\ncore/loop.py core/gone.py\n```\n"
     )
+    (tmp_path / "docs/performance.md").write_text("[found](performance/found.md)")
+    (tmp_path / "docs/performance/found.md").touch()
+    (tmp_path / "docs/performance/lost.md").touch()
     (tmp_path / "README.md").write_text("nothing")
     result = subprocess.run([sys.executable, LINKS, tmp_path], capture_output=True, text=True)
     assert result.returncode == 1
@@ -116,6 +119,7 @@ def test_what_leads_nowhere_is_found(tmp_path: Path):
         "docs/architecture.md: draws core/gone.py, which does not exist",
         "docs/architecture.md: does not name engine/core/",
         "docs/en/page.md: links to #another, which has no such heading",
+        "docs/performance.md: leads nowhere to performance/lost.md",
         "systemd/README.md: links to gone.md, which does not exist",
     }
 

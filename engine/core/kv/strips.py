@@ -7,7 +7,8 @@ as the other layers of its group. A slab of which a layer with two strips has 2 
     strip 1 of the layer   | front | slab 0: 3 pages | slab 1: states of other layers | slab 2 ...
 
 So all pages of a layer lie together. A GPU translates addresses in ranges of 2 MiB; where every page of a layer lies in
-a range of its own, as when a page of all layers is one piece, attention waits for translations (docs/performance.md).
+a range of its own, as when a page of all layers is one piece, attention waits for translations
+(docs/performance/attention.md).
 
 Units are numbered in the order of their addresses. The front of a strip holds those that nobody is given: page 0, to
 which padding is written, and slot 0, of padding sequences.

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 # What the other threads must take over to be worth waking, in elements of a weight times rows. Up to so many rows, a
-# GEMM takes as long as reading its weight, so fewer count as many. (Measurements: docs/performance.md, "On a CPU".)
+# GEMM takes as long as reading its weight, so fewer count as many. (Measurements: docs/performance/cpu-threads.md.)
 _WORTH_WAKING = 40_000_000
 _READING_ROWS = 16
 
