@@ -7,12 +7,14 @@ and only its large packed GEMMs use the others. Two halves of a larger step run 
 
 This sets the number in OpenMP itself, where it belongs to the calling thread. `torch.set_num_threads` is for the whole
 process, and threads that start computing during the call can see a half-built pool ("Invalid thread pool!", torch
-2.13).
+2.13). MKL follows OpenMP's number until somebody gives it one of its own, as `torch.set_num_threads` and
+MKL_NUM_THREADS do; so it is told, too. Otherwise a small step's products would wake other threads, and their last bits
+would depend on how many threads a step has.
 """
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -59,19 +61,35 @@ def num_threads(count: int) -> Iterator[None]:
     if before == count or openmp is None:
         yield
         return
+    set_mkl = _mkl()
     openmp.omp_set_num_threads(count)
+    mkl_before = set_mkl(count) if set_mkl else 0
     try:
         yield
     finally:
         openmp.omp_set_num_threads(before)
+        if set_mkl:
+            set_mkl(mkl_before)
 
 
 @cache
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP runtime that torch has loaded."""
+    return _loaded("libgomp", "libiomp5", "libomp")
+
+
+@cache
+def _mkl() -> Callable[[int], int] | None:
+    """Sets MKL's number of threads for the calling thread, and returns what was set before; 0: nothing. None where
+    torch has no MKL."""
+    return getattr(_loaded("libtorch_cpu"), "MKL_Set_Num_Threads_Local", None)
+
+
+def _loaded(*names: str) -> ctypes.CDLL | None:
+    """The library of this process whose file's name begins with one of these."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]
-            if path.rpartition("/")[2].startswith(("libgomp", "libiomp5", "libomp")):
+            if path.rpartition("/")[2].startswith(names):
                 return ctypes.CDLL("/" + path)
     return None
