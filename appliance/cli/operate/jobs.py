@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,11 +32,13 @@ def show(prefix: Prefix = None, as_json: Json = False) -> None:
     elif not known:
         say(t("No job has run here since the last boot."))
     else:
-        for job in known:
-            state = _STATES[str(job["state"])]
-            if job["state"] == "ended":
-                state = t("ended, exit code {code}", code=job["exit_code"])
-            say_rows([(job["id"], state)])
+        say_rows((job["id"], _state(job)) for job in known)
+
+
+def _state(job: dict[str, Any]) -> str:
+    if job["state"] == "ended":
+        return t("ended, exit code {code}", code=job["exit_code"])
+    return _STATES[str(job["state"])]
 
 
 @app.command(epilog=examples("atoll jobs watch"))
