@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from engine.server.http.errors import ApiError, invalid, shortened
-from engine.server.openai.request.responses_schema import ResponsesRequest
+from engine.server.openai.request.responses_schema import ReasoningConfig, ResponsesRequest, TextConfig
 from engine.server.openai.request.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    ResponseFormat,
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
@@ -138,6 +139,8 @@ _STRUCTURED_REFUSED = {
     "whitespace_pattern": REFUSED["guided_whitespace_pattern"],
 }
 
+_IN_JSON_SCHEMA = ("name", "description", "schema", "strict")
+
 # What a field of one endpoint is called at another.
 _COUNTERPARTS = (("messages", "prompt", "input"), ("max_tokens", "max_completion_tokens", "max_output_tokens"),
                  ("response_format", "text"), ("reasoning_effort", "reasoning"))
@@ -153,8 +156,10 @@ NOT_IN_MESSAGES = {
 _DECLARED: dict[type, frozenset[str]] = {
     kind: frozenset(field.encode_name for field in msgspec.structs.fields(kind))
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
-                 StreamOptions, StructuredOutputs)
+                 StreamOptions, ResponseFormat, StructuredOutputs, TextConfig, ReasoningConfig)
 }
+_NESTED = {"stream_options": StreamOptions, "response_format": ResponseFormat, "text": TextConfig,
+           "reasoning": ReasoningConfig}
 _ANSWERING = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
 _OF_A_GENERATION = _DECLARED[ChatRequest] | _DECLARED[CompletionRequest]
 
@@ -178,13 +183,23 @@ def check_fields(body: dict[str, Any], kind: type, *, refuse_unknown: bool = Tru
                               "unknown_parameter")
         elif refuse_unknown:
             raise _unknown(name, "", declared)
-    if refuse_unknown and isinstance(options := body.get("stream_options"), dict):
-        for name in options.keys() - _DECLARED[StreamOptions]:
-            if options[name] is not None:
-                raise _unknown(name, "stream_options.", _DECLARED[StreamOptions])
+    for field, inner in _NESTED.items():
+        if field in declared and isinstance(inside := body.get(field), dict):
+            _check_nested(field, inside, _DECLARED[inner], refuse_unknown)
     if kind in _ANSWERING and isinstance(asked := body.get("structured_outputs"), dict):
         _check_structured(asked, refuse_unknown)
     _check_messages(body.get("messages"))
+
+
+def _check_nested(field: str, inside: dict[str, Any], declared: frozenset[str], refuse_unknown: bool) -> None:
+    for name, value in inside.items():
+        if name in declared or _asks_for_nothing(name, value):
+            continue
+        if field == "response_format" and name in _IN_JSON_SCHEMA:  # some servers look for them here
+            raise invalid(f'response_format.{name} belongs into {{"type": "json_schema", "json_schema": {{"{name}": '
+                          '…}}.', f"response_format.{name}")
+        if refuse_unknown:
+            raise _unknown(name, f"{field}.", declared)
 
 
 def _check_structured(asked: dict[str, Any], refuse_unknown: bool) -> None:

@@ -18,6 +18,8 @@ class ReasoningConfig(msgspec.Struct):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):

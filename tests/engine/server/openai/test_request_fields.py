@@ -278,6 +278,15 @@ def test_structured_outputs_as_vllm_writes_them_out() -> None:
         assert caught.value.detail.param == f"structured_outputs.{name}"
 
 
+@pytest.mark.parametrize("given", [
+    {"type": "json_object", "schema": {"type": "array"}}, {"type": "json_schema", "name": "x", "schema": {}},
+    {"type": "json_schema", "json_schema": {"schema": {}}, "strict": True},
+])  # fmt: skip
+def test_a_schema_beside_json_schema_is_refused_not_dropped(given: dict) -> None:
+    with pytest.raises(ApiError, match=r"belongs into .*json_schema"):
+        parse(json.dumps({"messages": HI, "response_format": given}).encode(), ChatRequest, refuse_unknown=False)
+
+
 def test_a_setting_lets_unknown_fields_pass_but_never_those_that_matter() -> None:
     body = {"messages": HI, "something_new": 1, "stream_options": {"new": 1}}
     with pytest.raises(ApiError):

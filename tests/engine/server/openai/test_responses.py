@@ -140,6 +140,9 @@ NO_JSON = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name", '{"type": "function", "name": …}'),
     ({"tools": [TOOL, TOOL]}, "tools.1.name", "same name"),
     ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", '{"type": "function", "name": …}'),
+    ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", "not a field"),
+    ({"reasoning": {"context": "all_turns"}}, "reasoning.context", 'must be "auto"'),
+    ({"text": {"formats": {}, "format_": 1}}, "text.format_", "did you mean format?"),
     ({"store": True}, "store", "it stores no answers"), ({"truncation": "auto"}, "truncation", "shorten the input"),
     ({"messages": [{"role": "user"}]}, "messages", "did you mean input?"),
 ])  # fmt: skip
