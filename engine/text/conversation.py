@@ -97,17 +97,20 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"{where}.function must be an object with a name.", f"{where}.function")
-    arguments = function.get("arguments")
+    arguments = parsed_arguments(function.get("arguments"), f"{where}.function.arguments")
+    parsed = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", "function": parsed} | ({"id": call["id"]} if call.get("id") is not None else {})
+
+
+def parsed_arguments(arguments: Any, where: str) -> dict[str, Any]:
+    """The arguments of a call, which clients send as JSON text. Raises InvalidRequestError naming `where`."""
     if arguments is None or arguments == "":
-        arguments = {}
-    elif isinstance(arguments, str):
+        return {}
+    if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             pass  # refused below, with what is not an object
     if not isinstance(arguments, dict):
-        raise InvalidRequestError(
-            f"{where}.function.arguments must be the JSON text of an object.", f"{where}.function.arguments"
-        )
-    parsed = {"name": function["name"], "arguments": arguments}
-    return {"type": "function", "function": parsed} | ({"id": call["id"]} if call.get("id") is not None else {})
+        raise InvalidRequestError(f"{where} must be the JSON text of an object.", where)
+    return arguments

@@ -23,7 +23,7 @@ from engine.server.access.auth import KeyFile
 from engine.server.access.scopes import needs_key
 from engine.server.gateway import health
 from engine.server.gateway.docs_page import HEADERS, docs_page
-from engine.server.gateway.middleware import Authentication, RequestContext
+from engine.server.gateway.middleware import Authentication, HeadAsGet, RequestContext
 from engine.server.gateway.openapi import openapi_document
 from engine.server.http.errors import ApiError, from_exception, invalid, shortened
 from engine.server.http.limits import Limits
@@ -96,6 +96,7 @@ def create_app(
         ))
     if auth is not None:
         middleware.append(Middleware(Authentication, keys=auth))
+    middleware.append(Middleware(HeadAsGet))
     app = FastAPI(
         title="Atoll",
         version=gateway.version or "0",
@@ -136,9 +137,23 @@ async def _error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """The reply for Starlette's own 404 (unknown route) and 405 (wrong method)."""
     what = f"{request.method} {shortened(request.url.path)}"
-    message = {404: f"There is no {what}.", 405: f"{what} is not allowed."}.get(error.status_code, str(error.detail))
     headers: Any = dict(error.headers or {})
+    message = {
+        404: f"There is no {what}; {_remedy(request.url.path)}",
+        405: f"{what} is not allowed; send {headers.get('Allow', 'another method')}.",
+    }.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=headers).response()
+
+
+def _remedy(path: str) -> str:
+    """The rest of the sentence about an unknown path. Most such requests come from a base URL without /v1, or with more
+    behind it."""
+    bare = path.rstrip("/")
+    near = [route for route in ROUTES if bare.endswith(route.removeprefix("/v1"))]
+    if not near:
+        return f"{DOCS_PATH} lists what there is."
+    found = max(near, key=len)
+    return f"did you mean {found}?" + (" The base URL of a client ends in /v1." if found.startswith("/v1/") else "")
 
 
 async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:

@@ -86,6 +86,18 @@ class Authentication:
         await self._app(scope, receive, send)
 
 
+class HeadAsGet:
+    """Answers HEAD as GET, as every web server does: load balancers and `wget --spider` ask for /health this way. The
+    HTTP layer sends the headers only."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if head else scope, receive, send)
+
+
 def _header(scope: Scope, name: bytes) -> str:
     for key, value in scope["headers"]:
         if key == name:

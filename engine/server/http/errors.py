@@ -2,6 +2,7 @@
 status."""
 
 import re
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -85,10 +86,16 @@ def from_exception(error: Exception) -> ApiError:
 
 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<where>.*))?$", re.DOTALL)
+_WRONG_TYPE = re.compile(r"Expected `(?P<expected>[^`]+)`(?P<bound>[^,]*)(?:, got `(?P<got>[^`]+)`)?$")
+_NOUNS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string", "array": "a list",
+          "object": "an object"}
 
 
-def from_validation(error: msgspec.ValidationError) -> ApiError:
-    """``Expected `int`, got `str` - at `$.messages[0].role` `` → a 400 with param ``messages.0.role``."""
+def from_validation(error: msgspec.ValidationError, kind: type | None = None) -> ApiError:
+    """``Expected `int`, got `str` - at `$.messages[0].role` `` → a 400 with param ``messages.0.role``.
+
+    `kind`: what the request was converted to; it knows the values that a field may have.
+    """
     match = _PATH.match(str(error))
     what, where = (match["what"], match["where"]) if match else (str(error), None)
     param = None
@@ -98,5 +105,41 @@ def from_validation(error: msgspec.ValidationError) -> ApiError:
     if missing := re.match(r"Object missing required field `(\w+)`", what):
         param = f"{param}.{missing[1]}" if param else missing[1]
         return invalid(f"{param} is required.", param)
+    if param and (wrong := _WRONG_TYPE.match(what)):
+        return invalid(f"{param} {_demand(wrong, param)}.", param)
+    if param and kind is not None and what.startswith("Invalid enum value"):
+        values = _values(msgspec.inspect.type_info(kind), param.split("."))
+        given = shortened(what.removeprefix("Invalid enum value").strip().strip("'"), 64)
+        one_of = "one of " if len(values) > 1 else ""
+        return invalid(f"{param} must be {one_of}{', '.join(map(_quoted, values))}, got {given!r}.", param)
     what = shortened(what.replace("`", "'"))
     return invalid(f"{param}: {what}" if param else f"The request body is not valid: {what}", param)
+
+
+def _demand(wrong: re.Match[str], param: str) -> str:
+    """What a field of the wrong type must be. Clients read JSON's names of types, not Python's."""
+    got, bound = wrong["got"], wrong["bound"].strip()
+    if got == "null" and not param.rpartition(".")[2].isdigit():
+        return "is required"
+    if bound == "of length >= 1":
+        return "must not be empty"
+    expected = " or ".join(_NOUNS.get(name, name) for name in wrong["expected"].split(" | ") if name != "null")
+    given = "a number with decimals" if got == "float" else _NOUNS.get(got, got) if got else None
+    return f"must be {expected}{f' {bound}' if bound else ''}{f', got {given}' if given else ''}"
+
+
+def _values(info: msgspec.inspect.Type, path: list[str]) -> tuple[Any, ...]:
+    """The values that the field at `path` may have."""
+    kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+    for kind in kinds:
+        if not path and isinstance(kind, msgspec.inspect.LiteralType):
+            return kind.values
+        if path and isinstance(kind, msgspec.inspect.ListType):
+            return _values(kind.item_type, path[1:])
+        if path and isinstance(kind, msgspec.inspect.StructType):
+            return next((_values(field.type, path[1:]) for field in kind.fields if field.encode_name == path[0]), ())
+    return ()
+
+
+def _quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()

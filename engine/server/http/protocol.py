@@ -182,6 +182,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             async def closing_send(message: Any) -> None:
                 if cycle.more_body and not cycle.response_started:
                     cycle.keep_alive = False
+                if cycle.scope["http_version"] == "1.0":
+                    _without_chunks(cycle, message)
                 await send(message)
 
             await app(scope, receive, closing_send)
@@ -382,3 +384,13 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     if not cycle.response_complete:
         cycle.disconnected = True
         cycle.message_event.set()
+
+
+def _without_chunks(cycle: RequestResponseCycle, message: Any) -> None:
+    """Let a reply of unknown length, such as a stream, end with the connection: HTTP/1.0 has no chunks, and its clients
+    would take their sizes for content. uvicorn sends chunks to everybody."""
+    if message["type"] == "http.response.start":
+        if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+            cycle.chunked_encoding = False
+    elif cycle.expected_content_length == 0:
+        cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two

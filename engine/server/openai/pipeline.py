@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.params import SamplingParams
+from engine.errors import InvalidRequestError
 from engine.server.http.documented import READ
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
@@ -49,7 +50,8 @@ class Pipeline(Generic[Body]):
     """The stages of one endpoint. Each may refuse with InvalidRequestError or ApiError, before the engine gets
     anything.
 
-    `body` is the type of the request body; `translate` converts it to what the stages work with.
+    `body` is the type of the request body; `translate` converts it to what the stages work with, and `explain` an error
+    of theirs to the words of the request.
     """
 
     body: type[Any]
@@ -59,10 +61,17 @@ class Pipeline(Generic[Body]):
     check: Callable[[Body, Limits], None] | None = None
     options: Callable[[Body, ServedModel, list[list[int]]], dict[str, Any]] = lambda body, model, prompts: {}
     translate: Callable[[Any], Body] = lambda body: body
+    explain: Callable[[Any, InvalidRequestError], InvalidRequestError] = lambda body, error: error
 
     async def __call__(self, request: Request) -> Response:
+        body = self.translate(await read_request(request, self.body, gateway_of(request).limits))
+        try:
+            return await self._answer(request, body)
+        except InvalidRequestError as error:
+            raise self.explain(body, error) from None
+
+    async def _answer(self, request: Request, body: Body) -> Response:
         gateway, caller = gateway_of(request), caller_of(request)
-        body = self.translate(await read_request(request, self.body, gateway.limits))
         model = gateway.model(body.model)
         check_common(body, gateway.limits)
         if self.check is not None:

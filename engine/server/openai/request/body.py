@@ -1,8 +1,9 @@
 """Reads a request body, limited in size and time, and parses its JSON directly into a typed request."""
 
 import asyncio
+import codecs
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -33,6 +34,7 @@ async def read_request(request: Request, kind: type[T], limits: Limits) -> T:
 
 def parse(body: bytes | bytearray, kind: type[T], *, refuse_unknown: bool = True) -> T:
     """JSON text as `kind`. Raises ApiError 400."""
+    body = body.removeprefix(codecs.BOM_UTF8)  # some editors and shells on Windows write one into every file
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError:  # the only one that untyped JSON can cause
@@ -43,17 +45,31 @@ def parse(body: bytes | bytearray, kind: type[T], *, refuse_unknown: bool = True
         if _SURROGATE.search(body):
             raise invalid("The request body is not valid Unicode: it holds half of a surrogate pair.") from None
         raise invalid(f"The request body is not valid JSON: {shortened(str(error))}.") from None
-    except UnicodeDecodeError as error:
-        raise invalid(f"The request body is not valid UTF-8 (byte {error.start}).") from None
+    except UnicodeDecodeError:
+        raise invalid(f"The request body is not valid UTF-8{_first_bad_byte(body)}; send it in UTF-8.") from None
     except RecursionError:
         raise invalid("The request body is nested too deeply.") from None
     if not isinstance(raw, dict):
         raise invalid("The request body must be a JSON object.")
     check_fields(raw, kind, refuse_unknown=refuse_unknown)
     try:
-        return msgspec.convert(raw, kind)
+        return msgspec.convert({name: _whole(value) for name, value in raw.items()}, kind)
     except msgspec.ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation(error, kind) from None
+
+
+def _whole(value: Any) -> Any:
+    """100.0 as 100: some languages have one type of number, and write every one with decimals."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+def _first_bad_byte(body: bytes | bytearray) -> str:
+    """Where in the body UTF-8 ends; the JSON parser counts from the start of a string."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f" (byte {error.start})"
+    return ""
 
 
 def _check_content_type(request: Request) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 
 from engine.server.http.errors import ApiError, invalid, shortened
-from engine.server.openai.request.responses_schema import ResponsesRequest
+from engine.server.openai.request.responses_schema import ReasoningConfig, ResponsesRequest, TextConfig
 from engine.server.openai.request.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    ResponseFormat,
     StreamOptions,
+    StructuredOutputs,
     TokenizeRequest,
 )
 
@@ -59,6 +61,7 @@ REFUSED = {
     "service_tier": "it has one tier",
     "store": _STORE,
     "suffix": "it completes at the end only",
+    "truncation": "shorten the input before sending it",
     "verbosity": "say in the prompt how long the answer should be",
     "web_search_options": "it has no Internet",
     # limits and switches of thinking
@@ -98,6 +101,7 @@ REFUSED = {
     # other servers
     "custom_logit_processor": "it runs no code from a request",
     "ebnf": _CONSTRAINT,
+    "extra_body": "send its fields at the top level of the request",
     "format": "send response_format",
     "grammar": _CONSTRAINT,
     "json_schema": "send response_format",
@@ -119,11 +123,27 @@ _ALSO_NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default"),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
     "thinking_budget": (-1,),
     "verbosity": ("medium",),
 }
 # Here false switches off what is otherwise on, so only these values ask for nothing.
 _SWITCHES: dict[str, tuple[Any, ...]] = {"enable_thinking": (), "separate_reasoning": (True,), "think": ()}
+
+# vLLM's fields of structured_outputs: those without effect here, and those that are refused.
+_STRUCTURED_HARMLESS = ("_backend", "_backend_was_auto", "disable_any_whitespace", "disable_fallback")
+_STRUCTURED_REFUSED = {
+    "disable_additional_properties": "write additionalProperties into the schema",
+    "structural_tag": "send tools with strict, or a grammar",
+    "whitespace_pattern": REFUSED["guided_whitespace_pattern"],
+}
+
+_IN_JSON_SCHEMA = ("name", "description", "schema", "strict")
+
+# What a field of one endpoint is called at another.
+_COUNTERPARTS = (("messages", "prompt", "input"), ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+                 ("response_format", "text"), ("reasoning_effort", "reasoning"))
 
 # Of a message, these would change the prompt; what else a message carries (ids, annotations) does not.
 NOT_IN_MESSAGES = {
@@ -136,8 +156,10 @@ NOT_IN_MESSAGES = {
 _DECLARED: dict[type, frozenset[str]] = {
     kind: frozenset(field.encode_name for field in msgspec.structs.fields(kind))
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
-                 StreamOptions)
+                 StreamOptions, ResponseFormat, StructuredOutputs, TextConfig, ReasoningConfig)
 }
+_NESTED = {"stream_options": StreamOptions, "response_format": ResponseFormat, "text": TextConfig,
+           "reasoning": ReasoningConfig}
 _ANSWERING = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
 _OF_A_GENERATION = _DECLARED[ChatRequest] | _DECLARED[CompletionRequest]
 
@@ -157,15 +179,41 @@ def check_fields(body: dict[str, Any], kind: type, *, refuse_unknown: bool = Tru
         elif name in _OF_A_GENERATION:
             # Counting the tokens of a whole request is what /tokenize is for: sampling does not change them.
             if kind in _ANSWERING and not _asks_for_nothing(name, value):
-                raise invalid(f"{name} is not a field of this endpoint{_nearest(name, declared)}.", name,
+                raise invalid(f"{name} is not a field of this endpoint{_nearest(name, declared)}", name,
                               "unknown_parameter")
         elif refuse_unknown:
             raise _unknown(name, "", declared)
-    if refuse_unknown and isinstance(options := body.get("stream_options"), dict):
-        for name in options.keys() - _DECLARED[StreamOptions]:
-            if options[name] is not None:
-                raise _unknown(name, "stream_options.", _DECLARED[StreamOptions])
+    for field, inner in _NESTED.items():
+        if field in declared and isinstance(inside := body.get(field), dict):
+            _check_nested(field, inside, _DECLARED[inner], refuse_unknown)
+    if kind in _ANSWERING and isinstance(asked := body.get("structured_outputs"), dict):
+        _check_structured(asked, refuse_unknown)
     _check_messages(body.get("messages"))
+
+
+def _check_nested(field: str, inside: dict[str, Any], declared: frozenset[str], refuse_unknown: bool) -> None:
+    for name, value in inside.items():
+        if name in declared or _asks_for_nothing(name, value):
+            continue
+        if field == "response_format" and name in _IN_JSON_SCHEMA:  # some servers look for them here
+            raise invalid(f'response_format.{name} belongs into {{"type": "json_schema", "json_schema": {{"{name}": '
+                          '…}}.', f"response_format.{name}")
+        if refuse_unknown:
+            raise _unknown(name, f"{field}.", declared)
+
+
+def _check_structured(asked: dict[str, Any], refuse_unknown: bool) -> None:
+    """vLLM's clients send every field of theirs, most of them null or false."""
+    declared = _DECLARED[StructuredOutputs]
+    for name, value in asked.items():
+        if name in declared or name in _STRUCTURED_HARMLESS or value is None:
+            continue
+        if name in _STRUCTURED_REFUSED:
+            if not _asks_for_nothing(name, value):
+                raise invalid(f"structured_outputs.{name} is not supported by this server: "
+                              f"{_STRUCTURED_REFUSED[name]}.", f"structured_outputs.{name}")
+        elif refuse_unknown:
+            raise _unknown(name, "structured_outputs.", declared)
 
 
 def _check_messages(messages: Any) -> None:
@@ -184,9 +232,11 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 def _unknown(name: str, where: str, known: Iterable[str]) -> ApiError:
     param = f"{where}{shortened(name, 64)}"
-    return invalid(f"{param} is not a field that this server knows{_nearest(name, known)}.", param, "unknown_parameter")
+    return invalid(f"{param} is not a field that this server knows{_nearest(name, known)}", param, "unknown_parameter")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7) if len(name) <= 64 else []
-    return f"; did you mean {near[0]}?" if near else ""
+    """The end of the sentence that refuses `name`: the field that does the same, or is spelt almost the same."""
+    same = [other for group in _COUNTERPARTS if name in group for other in group if other in known]
+    near = same or (difflib.get_close_matches(name, known, n=1, cutoff=0.7) if len(name) <= 64 else [])
+    return f"; did you mean {near[0]}?" if near else "."

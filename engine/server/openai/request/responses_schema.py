@@ -18,6 +18,8 @@ class ReasoningConfig(msgspec.Struct):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -32,9 +34,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    store: Literal[False] | None = None
     include: list[str] | None = None
-    truncation: Literal["disabled"] | None = None
     metadata: dict[str, str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -52,9 +52,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 class ResponsesChat(ChatRequest, kw_only=True):
-    """The same request as a chat."""
+    """The same request as a chat. `places`: the field or item that each message comes from."""
 
     origin: ResponsesRequest
+    places: list[str]
 
 
 class ResponseObject(msgspec.Struct):

@@ -93,7 +93,7 @@ def answer_room(
     limit = f"This model's maximum context length is {max_model_len} tokens. However, "
     if prompt_tokens >= max_model_len:
         raise InvalidRequestError(
-            f"{limit}your {prompt_as} has {prompt_tokens} tokens and leaves no room for an answer; shorten it. "
+            f"{limit}your prompt has {prompt_tokens} tokens and leaves no room for an answer; shorten it. "
             "(context_length_exceeded)", prompt_as, "context_length_exceeded",
         )
     room = max_model_len - prompt_tokens
@@ -103,7 +103,7 @@ def answer_room(
         raise InvalidRequestError(f"{asked_as} must be at least 1, got {str(asked)[:40]}.", asked_as)
     if asked > room:
         raise InvalidRequestError(
-            f"{limit}you asked for {str(asked)[:40]} tokens ({asked_as}) after {prompt_tokens} in the {prompt_as}; ask "
+            f"{limit}you asked for {str(asked)[:40]} tokens ({asked_as}) after {prompt_tokens} in the prompt; ask "
             f"for at most {room}. (context_length_exceeded)", asked_as, "context_length_exceeded",
         )
     return asked
@@ -113,7 +113,7 @@ def check_length_before_encoding(characters: int, longest_token: int, max_model_
     """Refuse a prompt that cannot fit however it is tokenised, before time is spent on tokenising it."""
     if characters > longest_token * max_model_len:
         raise InvalidRequestError(
-            f"This model's maximum context length is {max_model_len} tokens. However, your {prompt_as} has "
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
             f"{characters} characters, which is more than {characters // longest_token} tokens. "
             "(context_length_exceeded)", prompt_as, "context_length_exceeded",
         )

@@ -33,8 +33,8 @@ class ResponseFormat(msgspec.Struct):
     json_schema: dict[str, Any] | None = None
 
 
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's. One of them says what the answer must follow."""
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's. One of them says what the answer must follow. `refused_fields` decides about all other fields."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None

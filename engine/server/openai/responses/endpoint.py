@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.request import FinishReason
-from engine.errors import InvalidRequestError
 from engine.server.http.documented import documented
 from engine.server.http.limits import Limits
 from engine.server.openai.answer import Choice
@@ -16,13 +15,10 @@ from engine.server.openai.generation import ChoiceDelta, Generation
 from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
 from engine.server.openai.reply.replies import to_json
 from engine.server.openai.request.responses_schema import ResponseEvent, ResponseObject, ResponsesChat, ResponsesRequest
-from engine.server.openai.responses.as_chat import as_chat
+from engine.server.openai.responses.as_chat import as_chat, renamed
 from engine.server.openai.responses.items import Items, Told
 from engine.server.openai.serving import ServedModel
 from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, Reasoning, parsed
-
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
-          "reasoning_effort": "reasoning.effort", "response_format": "text.format"}
 
 
 class ResponseAnswer(chat.ChatAnswer):
@@ -110,7 +106,8 @@ class ResponseAnswer(chat.ChatAnswer):
         }
 
 
-_PIPELINE = Pipeline(ResponsesRequest, chat.prompts, chat.sampling, ResponseAnswer, chat.check, chat.options, as_chat)
+_PIPELINE = Pipeline(
+    ResponsesRequest, chat.prompts, chat.sampling, ResponseAnswer, chat.check, chat.options, as_chat, renamed)
 router = generating_router()
 
 
@@ -118,8 +115,4 @@ router = generating_router()
     "Answer a conversation, in the form of the Responses API", body=ResponsesRequest, reply=ResponseObject,
     event=ResponseEvent, errors=GENERATING_ERRORS))
 async def responses(request: Request) -> Response:
-    try:
-        return await _PIPELINE(request)
-    except InvalidRequestError as error:  # it names a field of the chat that the request was converted to
-        name, dot, rest = (error.param or "").replace("response_format.json_schema", "response_format").partition(".")
-        raise InvalidRequestError(str(error), f"{_NAMES.get(name, name)}{dot}{rest}" or None, error.code) from None
+    return await _PIPELINE(request)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from engine.server.http.limits import Limits
@@ -20,7 +20,8 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
-    app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("fine"))])
+    app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("fine")),
+                            Route("/stream", lambda _: StreamingResponse(iter(["data: 1\n\n", "data: 2\n\n"])))])
     limits = Limits(header_seconds=HEADER_SECONDS, max_header_bytes=1000)
     server = uvicorn.Server(uvicorn.Config(
         app, http=BoundedHttpProtocol.with_limits(limits), ws="none", lifespan="off", log_config=None))
@@ -94,3 +95,11 @@ def test_a_kept_alive_connection_is_bounded_request_by_request(peer: socket.sock
         time.sleep(HEADER_SECONDS * 1.2)  # idle between requests is allowed
     peer.sendall(GET)
     assert b" 408 " in read_all(peer)
+
+
+def test_a_stream_to_http_1_0_ends_with_the_connection_and_has_no_chunks(peer: socket.socket) -> None:
+    peer.sendall(b"GET /stream HTTP/1.0\r\n\r\n")
+    headers, _, body = read_all(peer).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in headers.lower()
+    assert b"connection: close" in headers.lower()
+    assert body == b"data: 1\n\ndata: 2\n\n"

@@ -126,7 +126,7 @@ CHAT_TABLE: list[tuple[dict, str | None]] = [
     ({"chat_template_kwargs": {"enable_thinking": "x"}}, "chat_template_kwargs.enable_thinking"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"), ({"functions": [{"name": "f"}]}, "functions"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"guided_json": 1}, "guided_json"), ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
+    ({"guided_json": 1}, "guided_json"), ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ({"best_of": 4}, "best_of"), ({"use_beam_search": True}, "use_beam_search"), ({"audio": {"voice": "x"}}, "audio"),
 ]  # fmt: skip
 
@@ -218,6 +218,56 @@ def test_routes_and_methods(tiny_server: RunningServer) -> None:
     check(httpx.post(f"{url}/v1/models", json={}), 405)
     check(httpx.get(f"{url}/" + "a" * 5000), 404)
     check(httpx.get(f"{url}/%00%0a%1b[31m"), 404)
+
+
+@pytest.mark.parametrize("path, meant", [
+    ("/chat/completions", CHAT), ("/v1/v1/chat/completions", CHAT), (f"{CHAT}/chat/completions", CHAT), (f"{CHAT}/", CHAT),
+    ("/embeddings", "/v1/embeddings"), ("/v1/tokenize", "/tokenize"),
+])  # fmt: skip
+def test_an_unknown_path_is_answered_with_the_one_that_was_meant(
+    tiny_server: RunningServer, path: str, meant: str
+) -> None:
+    error = check(post(tiny_server, path, {"messages": HI}), 404)
+    assert f"did you mean {meant}?" in error["message"]
+    assert ("base URL" in error["message"]) == meant.startswith("/v1/")
+
+
+def test_other_unknown_paths_and_methods_say_what_there_is(tiny_server: RunningServer) -> None:
+    assert "/docs" in check(post(tiny_server, "/v1/audio/speech", {}), 404)["message"]
+    assert check(httpx.get(f"{tiny_server.url}{CHAT}"), 405)["message"].endswith("; send POST.")
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/docs"])
+def test_head_is_answered_as_get_without_its_body(tiny_server: RunningServer, path: str) -> None:
+    head, get = httpx.head(f"{tiny_server.url}{path}"), httpx.get(f"{tiny_server.url}{path}")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == get.headers["content-length"]
+    assert httpx.head(f"{tiny_server.url}{CHAT}").status_code == 405
+
+
+@pytest.mark.parametrize("path, body, words", [
+    (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, 'must be one of "assistant", "developer"'),
+    (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, '"json_schema", "text", got \'xml\''),
+    (CHAT, {"messages": None}, "messages is required."), (CHAT, {"messages": []}, "messages must not be empty."),
+    (CHAT, {"messages": HI, "max_tokens": 1.5}, "must be an integer, got a number with decimals"),
+    (CHAT, {"messages": HI, "stream": "yes"}, "stream must be true or false, got a string."),
+    (TEXT, {"prompt": 3}, "prompt must be a string or a list, got an integer."),
+    ("/detokenize", {"tokens": [-1]}, "tokens.0 must be an integer >= 0."),
+], ids=lambda value: str(value)[:40])  # fmt: skip
+def test_errors_say_what_a_field_must_be(tiny_server: RunningServer, path: str, body: dict, words: str) -> None:
+    message = post(tiny_server, path, body).json()["error"]["message"]
+    assert words in message
+    assert "Expected" not in message
+
+
+def test_bytes_that_are_not_utf8_are_found_in_the_body(tiny_server: RunningServer) -> None:
+    error = check(post(tiny_server, TEXT, '{"prompt": "caf\u00e9"}'.encode("latin-1")), 400)
+    assert "(byte 15)" in error["message"]
+
+
+def test_a_byte_order_mark_before_the_body_is_no_error(tiny_server: RunningServer) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode("utf-8-sig")
+    assert post(tiny_server, TEXT, body).status_code == 200
 
 
 def test_content_types(tiny_server: RunningServer) -> None:

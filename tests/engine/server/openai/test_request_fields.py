@@ -231,6 +231,7 @@ def test_refused_by_name_unless_it_asks_for_nothing(kind: type, rest: dict, name
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"enable_thinking": False}, "enable_thinking"),
     ({"store": True}, "store"),
+    ({"extra_body": {"top_k": 5}}, "extra_body"),
     ({"echo": True}, "echo"),
     ({"prompt": "x"}, "prompt"),
     ({"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, *HI]},
@@ -249,9 +250,41 @@ def test_unknown_fields_are_refused_with_the_nearest_name(tiny_server: RunningSe
     assert "did you mean temperature?" in error["message"]
     reply = post(tiny_server, TEXT, {"prompt": "a", "max_completion_tokens": 5})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "max_completion_tokens")
+    assert reply.json()["error"]["message"].endswith("; did you mean max_tokens?")
+    reply = post(tiny_server, CHAT, {"messages": HI, "prompt": "x"})
+    assert reply.json()["error"]["message"].endswith("; did you mean messages?")
     reply = post(tiny_server, CHAT, {"messages": HI, "x" * 100_000: 1})
     assert reply.status_code == 400
     assert len(reply.content) < 700
+
+
+def test_whole_numbers_may_be_written_with_decimals(tiny_server: RunningServer) -> None:
+    """Languages with one type of number write all of them so."""
+    reply = post(tiny_server, CHAT, {"messages": HI, "max_tokens": 2.0, "seed": 1.0, "top_k": 5.0, "n": 1.0})
+    assert reply.status_code == 200, reply.text
+    assert post(tiny_server, CHAT, {"messages": HI, "max_tokens": 2.5}).status_code == 400
+
+
+def test_structured_outputs_as_vllm_writes_them_out() -> None:
+    """With every field of its own, most of them null or false."""
+    asked = {"json": None, "regex": "a", "choice": None, "grammar": None, "json_object": None, "structural_tag": None,
+             "disable_any_whitespace": False, "disable_additional_properties": False, "whitespace_pattern": None,
+             "disable_fallback": False, "_backend": None, "_backend_was_auto": False}
+    assert parse(json.dumps({"messages": HI, "structured_outputs": asked}).encode(), ChatRequest).structured_outputs
+    for name, value in (("structural_tag", "{}"), ("whitespace_pattern", " "), ("regexp", "a"),
+                        ("disable_additional_properties", True)):
+        with pytest.raises(ApiError, match=rf"structured_outputs\.{name} ") as caught:
+            parse(json.dumps({"messages": HI, "structured_outputs": {"regex": "a", name: value}}).encode(), ChatRequest)
+        assert caught.value.detail.param == f"structured_outputs.{name}"
+
+
+@pytest.mark.parametrize("given", [
+    {"type": "json_object", "schema": {"type": "array"}}, {"type": "json_schema", "name": "x", "schema": {}},
+    {"type": "json_schema", "json_schema": {"schema": {}}, "strict": True},
+])  # fmt: skip
+def test_a_schema_beside_json_schema_is_refused_not_dropped(given: dict) -> None:
+    with pytest.raises(ApiError, match=r"belongs into .*json_schema"):
+        parse(json.dumps({"messages": HI, "response_format": given}).encode(), ChatRequest, refuse_unknown=False)
 
 
 def test_a_setting_lets_unknown_fields_pass_but_never_those_that_matter() -> None:

@@ -104,7 +104,8 @@ async def test_the_items_of_a_history_reach_the_template_as_turns() -> None:
 
 @pytest.mark.parametrize("fields, param", [
     ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
-    ({"input": [{"role": "alien", "content": "x"}]}, "input.0"), ({"input": [{"role": "user"}]}, "input.0.content"),
+    ({"input": [{"role": "alien", "content": "x"}]}, "input.0.role"),
+    ({"input": [{"role": "user"}]}, "input.0.content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0.type"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"),
     ({"conversation": "c"}, "conversation"), ({"store": True}, "store"), ({"truncation": "auto"}, "truncation"),
@@ -120,6 +121,48 @@ async def test_what_it_cannot_do_is_refused_by_name(fields: dict, param: str) ->
     async with httpx.AsyncClient(transport=transport, base_url="http://t", timeout=30) as http:
         reply = await http.post("/v1/responses", json={"input": "hi", **fields})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+NO_JSON = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}
+
+
+@pytest.mark.parametrize("fields, param, words", [
+    ({"instructions": "i", "input": [{"role": "user", "content": "a"}, IMAGE]}, "input.1.content.0.type",
+     "input.1.content.0: "),
+    ({"input": [{"type": "reasoning"}, {"role": "user", "content": "a"}, IMAGE]}, "input.2.content.0.type", "input.2."),
+    ({"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, NO_JSON]}, "input.2.arguments",
+     "input.2.arguments must be"),
+    ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output", "input.0.output must be"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1"),
+    ({"max_output_tokens": 10**6}, "max_output_tokens", "(max_output_tokens)"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", ".schema is required"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name", '{"type": "function", "name": …}'),
+    ({"tools": [TOOL, TOOL]}, "tools.1.name", "same name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", '{"type": "function", "name": …}'),
+    ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", "not a field"),
+    ({"reasoning": {"context": "all_turns"}}, "reasoning.context", 'must be "auto"'),
+    ({"text": {"formats": {}, "format_": 1}}, "text.format_", "did you mean format?"),
+    ({"store": True}, "store", "it stores no answers"), ({"truncation": "auto"}, "truncation", "shorten the input"),
+    ({"messages": [{"role": "user"}]}, "messages", "did you mean input?"),
+])  # fmt: skip
+async def test_refusals_speak_of_the_request_as_it_was_sent(fields: dict, param: str, words: str) -> None:
+    """Not of the chat that it was converted to."""
+    service = Service("x")
+    transport = httpx.ASGITransport(service.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://t", timeout=30) as http:
+        error = (await http.post("/v1/responses", json={"input": "hi", **fields})).json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert not any(name in error["message"] for name in ("messages.", "response_format", "max_completion", "function."))
+
+
+def test_reasoning_that_holds_no_text_is_no_message() -> None:
+    """It comes from a server that encrypts it."""
+    chat = as_chat(ResponsesRequest(input=[{"role": "user", "content": "a"}, {"type": "reasoning", "summary": []},
+                                           {"role": "user", "content": "b"}]))
+    assert [(message.role, message.content) for message in chat.messages] == [("user", "a"), ("user", "b")]
+    assert chat.places == ["input.0", "input.2"]
 
 
 def test_leading_system_items_are_one_message() -> None:
