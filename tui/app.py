@@ -206,7 +206,9 @@ class Wizard(App[None]):
                 self._look(False)
 
             self.push_screen(Read(self.say, t("API key"), self.say(said), kept), read)
-        elif following.error is not None and (screen := places.trouble(self.front, following.error)) is not None:
+        elif following.error is not None and (
+            screen := places.trouble(self.front, following.error, following.at_step)
+        ) is not None:
             self.push_screen(screen)
         self._look(False)
 
@@ -265,7 +267,7 @@ class Wizard(App[None]):
     def action_messages(self) -> None:
         lines = self.following.lines if self.following else ()
         text = "\n".join(self.say(line) for line in lines) or self.say(t("There are no messages."))
-        self.push_screen(Read(self.say, t("Messages of the work"), text))
+        self.push_screen(Read(self.say, t("Messages of the work"), text, at_its_end=True))
 
     def action_language(self) -> None:
         if self.plain:
