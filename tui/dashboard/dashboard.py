@@ -62,7 +62,7 @@ class Dashboard(Told, Screen[None]):
         Binding("escape", "close"), Binding("f1,question_mark", "help"), Binding("f5", "look"), Binding("f8", "log"),
         Binding("slash", "filter"), Binding("f9", "control"), Binding("space", "hold"), Binding("3", "details"),
         Binding("4", "active"), Binding("enter", "look"),
-        *(Binding(key, "nothing") for key in "012567"), Binding("left,right", "nothing"),
+        *(Binding(key, "nothing") for key in (*"012567", "f12")), Binding("left,right", "nothing"),
     ]  # fmt: skip
     CSS = """
     #headline { height: 1; margin: 1 1 0 1; text-style: bold; }
