@@ -145,6 +145,7 @@ class StepBody(Body):
         findings.show(self.shown())
         findings.display = not self.at_work or bool(self.shown())
         findings.set_class(not self.shown(), "empty")  # it keeps the focus, and takes no room
+        self.query_one(Detail).set_class(not self.shown(), "alone")
         self.set_class(self.at_work, "at-work")
         self.tell_detail()
         self.draw_facts()

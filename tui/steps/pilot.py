@@ -338,6 +338,7 @@ class PilotBody(StepBody):
 
     def _signed(self, values: dict[str, str] | None) -> None:
         if values is not None:
+            self.shows_costs = False  # the signature stands below the stages
             self._look()
             if values["decision"] == "go":
                 self.run()
