@@ -17,6 +17,7 @@ from textual.screen import Screen
 from textual.scrollbar import ScrollBar, ScrollBarRender
 
 from appliance.service.desk import Desk, InstallError, Layout, MachineFacts, Person
+from appliance.service.findings import Finding
 from appliance.service.state import State, StepState
 from appliance.service.trouble import Trouble
 from appliance.service.words import CHOSEN, t, told
@@ -206,7 +207,9 @@ class Wizard(App[None]):
                 self._look(False)
 
             self.push_screen(Read(self.say, t("API key"), self.say(said), kept), read)
-        elif following.error is not None and (screen := places.trouble(self.front, following.error)) is not None:
+        elif following.error is not None and (
+            screen := places.trouble(self.front, following.error, following.at_step)
+        ) is not None:
             self.push_screen(screen)
         self._look(False)
 
@@ -265,17 +268,19 @@ class Wizard(App[None]):
     def action_messages(self) -> None:
         lines = self.following.lines if self.following else ()
         text = "\n".join(self.say(line) for line in lines) or self.say(t("There are no messages."))
-        self.push_screen(Read(self.say, t("Messages of the work"), text))
+        self.push_screen(Read(self.say, t("Messages of the work"), text, at_its_end=True))
 
     def action_language(self) -> None:
         if self.plain:
-            self.note = t("This terminal is drawn in ASCII. For Korean, use SSH from a terminal with UTF-8.")
+            self.note = t("This terminal shows ASCII only. Korean needs one with UTF-8, such as over SSH.")
         else:
             self.note = ""
             self.language = os.environ[CHOSEN] = "ko" if self.language == "en" else "en"
 
     def action_colours(self) -> None:
-        if not self.plain:
+        if self.plain:
+            self.note = t("This terminal has only its own 16 colours.")
+        else:
             self.theme = THEME_NAMES[(THEME_NAMES.index(self.theme) + 1) % len(THEME_NAMES)]
 
     def action_redraw(self) -> None:
@@ -290,7 +295,9 @@ class Wizard(App[None]):
     @work(thread=True, exclusive=True, group="report", exit_on_error=False)
     def action_report(self) -> None:
         try:
-            said = t("Written: {path}", path=self.desk.report()[0])
+            written = self.desk.report()
+            mine = next((each for each in written if each.name.endswith(f".{self.language}.md")), written[0])
+            said = t("Written: {path}", path=mine)
         except InstallError as error:
             said = error.message
         except OSError as error:
@@ -299,6 +306,8 @@ class Wizard(App[None]):
 
     def action_waive(self) -> None:
         body = self.body
+        if isinstance(body, StepBody) and not body.may_decide():
+            return
         finding = body.chosen() if isinstance(body, StepBody) else None
         if finding is None or not finding.blocks or finding.severity != "block":
             self.note = t("Only a check that fails can be waived, and not one that is strict.")
@@ -307,12 +316,19 @@ class Wizard(App[None]):
         def waived(reason: str | None) -> None:
             if reason:
                 self.desk.waive(finding.id, reason)
+                self.trouble = None  # that this check blocks is settled
                 self.pulse += 1
-                self.note = t("Waived: {check}. Enter runs the step with it.", check=finding.id)
+                self.note = self._after_waiving(finding)
 
         question = t("Why may this check fail: {check}? The reason is recorded with your name.",
                      check=self.say(finding.title))  # fmt: skip
         self.push_screen(Ask(self.say, question, 3), waived)
+
+    def _after_waiving(self, finding: Finding) -> str:
+        left = len(self.body.blocking()) if isinstance(self.body, StepBody) else 0
+        if left:
+            return t("Waived: {check}. Failing checks that are left: {count}.", check=finding.title, count=left)
+        return t("Waived: {check}. Enter runs the step with it.", check=finding.title)
 
     @work(thread=True, exclusive=True, group="trouble", exit_on_error=False)
     def action_trouble(self) -> None:

@@ -4,6 +4,15 @@ from textual.binding import Binding, BindingType
 
 from appliance.service.words import t
 
+_JAMO = {"e": "ㄷㄸ", "g": "ㅎ", "k": "ㅏ", "l": "ㅣ", "m": "ㅡ", "n": "ㅜ", "p": "ㅔㅖ", "r": "ㄱㄲ", "s": "ㄴ",
+         "u": "ㅕ", "x": "ㅌ"}  # fmt: skip
+
+
+def letter(key: str, action: str) -> Binding:
+    """A key that is a letter: with Shift or Caps Lock too, and with the Korean keyboard layout."""
+    return Binding(",".join((key, key.upper(), *_JAMO[key])), action)
+
+
 BINDINGS: list[BindingType] = [
     Binding("enter", "forward"), Binding("escape", "back"),
     Binding("f1,question_mark", "help"), Binding("f2", "language"), Binding("f4", "colours"),

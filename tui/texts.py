@@ -19,7 +19,7 @@ def plan_lines(plan: Any, say: Say) -> str:
         head = f"{set_cell_size(deed, widths[0])}  {set_cell_size(kind, widths[1])}  {item.what}"
         lines.append("  ".join(each for each in (head, *more) if each))
     kept = sum(1 for item in plan.items if item.deed == "keep")
-    said = t("{size} to write; {kept} more stay as they are.", size=human_bytes(plan.bytes), kept=kept)
+    said = t("{size} to write; unchanged: {kept}.", size=human_bytes(plan.bytes), kept=kept)
     return "\n".join([*lines, "", say(said)])
 
 

@@ -93,9 +93,9 @@ class Desk:
 
     def trouble_of(self, error: InstallError) -> "Trouble | None":
         """The cause behind an error that work ended with; None if the error says it all."""
-        from appliance.service.trouble import of_error
+        from appliance.service.trouble import Scene, of_error
 
-        return of_error(error)
+        return of_error(error, Scene(self.layout.prefix_option))
 
     def log_tail(self) -> list[str]:
         """The last lines of the service's log, for people."""

@@ -131,8 +131,8 @@ def _point(point: Point, manifest: BundleManifest, answers: ReviewAnswers, id: s
     said = getattr(answers, point.id) or point.known(manifest)
     if said is not None:
         return made(id, "info", True, point.title, observed=said)
-    fix = t("Answer it in the answers file, [review.\"{model}\"], {point} = \"…\": {question}", model=manifest.name,
-            point=point.id, question=point.question)  # fmt: skip
+    fix = t("Run the step again and answer, or use the answers file, [review.\"{model}\"], {point} = \"…\": {question}",
+            model=manifest.name, point=point.id, question=point.question)  # fmt: skip
     return made(id, "block", False, point.title, observed=t("not answered"),
                 required=t("an answer by a person"), fix=fix,
                 why=t("The bundle does not say it, and its use depends on it."))  # fmt: skip

@@ -20,6 +20,7 @@ from appliance.service.gpu_details import GpuDetails
 from appliance.service.pilot.board import PilotBoard, StageSeen
 from appliance.service.state import STATUS_WORDS
 from appliance.service.words import t
+from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import told
 from tui.following import Following
 from tui.look import SHORT
@@ -182,3 +183,17 @@ async def test_a_pilot_at_work_shows_its_figures_and_its_keys(
         finally:
             over.set()
         await until(pilot, lambda: app.following is None)
+
+
+async def test_what_to_do_after_an_error_is_not_cut_off_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = still(tmp_path, "en", False, monkeypatch)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None and app.machine is not None)
+        app.set_focus(None)
+        await pilot.press("3")
+        await until(pilot, lambda: app.position == 3)
+        app.trouble = InstallError("a long answer " * 25, exit_code=ExitCode.UNHEALTHY, changed="nothing " * 15,
+                                   hint="The log says why: /var/log/atoll/serve.log")  # fmt: skip
+        await until(pilot, lambda: "Next: The log says why: /var/log/atoll/serve.log" in " ".join(seen(app).split()))

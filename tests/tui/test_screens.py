@@ -15,6 +15,8 @@ from textual.widgets import Input
 
 from appliance.service import answers as answers_of
 from appliance.service import jobs
+from appliance.service.desk import Desk as Desk_
+from appliance.service.desk import Person
 from installer.base.layout import Layout
 from tui.app import Wizard
 from tui.dashboard.dashboard import Dashboard
@@ -99,7 +101,13 @@ async def test_wrong_paths_and_files_are_named(empty: Wizard, tmp_path: Path) ->
         await until(pilot, lambda: "did you mean medium?" in seen(empty))
         assert empty.position == 0
         await pilot.press(*["backspace"] * 200, *"/nowhere", "enter")
-        await until(pilot, lambda: "There is nothing at /nowhere." in seen(empty))
+        await until(pilot, lambda: "There is nothing at /nowhere. Correct the path." in seen(empty))
+        await pilot.press("9")
+        await until(pilot, lambda: "There is nothing" not in seen(empty))  # it was about another path
+        await pilot.press("backspace", "shift+tab", "shift+tab", "shift+tab", *"/media/none", "enter", "enter")
+        await until(pilot, lambda: "nothing at /media/none. Mount the medium" in seen(empty))
+        assert empty.focused is empty.body.query_one("#medium", Input)
+        await pilot.press(*["backspace"] * 11, "tab", "tab", "tab", "end")
         await pilot.press(*["backspace"] * 9, *"한ㄱ", "enter")  # half a syllable is a path that is not there
         await until(pilot, lambda: "There is nothing at 한ㄱ." in seen(empty))
         assert widths(empty) == {120}
@@ -116,6 +124,79 @@ async def test_letters_work_with_the_korean_keyboard_on(empty: Wizard) -> None:
         await pilot.press("ㅏ")
         await until(pilot, lambda: "an hour" in seen(empty))
         await pilot.press("ㅔ")
+        await until(pilot, lambda: isinstance(empty.screen, Pick))
+
+
+async def test_a_step_whose_forerunner_is_not_done_names_it(empty: Wizard) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await opened(empty, pilot, 3)
+        assert "Step 1 comes first (GPU and machine). Its key is 1." in seen(empty)
+        assert "Make the plan" not in seen(empty)
+        await pilot.press("enter")
+        assert empty.following is None
+
+
+async def test_who_watches_is_offered_nothing_to_decide(empty: Wizard, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Person("7", "kim", "10.1.2.3", 7, 0.0)
+    monkeypatch.setattr(Desk_, "somebody_else", lambda self: other)
+    async with empty.run_test(size=(120, 40)) as pilot:
+        await ready(empty, pilot)
+        await until(pilot, lambda: "works here" in seen(empty))
+        for position, keys in ((2, "u"), (4, "mu"), (5, "g"), (6, "pel")):
+            await opened(empty, pilot, position)
+            assert "You only watch. F11 asks" in seen(empty)
+            for key in keys:
+                assert f" {key.upper()} " not in rows(empty)[-1]
+                await pilot.press(key)
+                await pilot.pause(0.1)
+                assert empty.screen is empty.checklist, key
+        await pilot.press("k")
+        await until(pilot, lambda: "an hour" in seen(empty))  # looking is free
+
+
+async def test_the_dashboard_opens_once(empty: Wizard) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await pilot.press("f12")
+        await until(pilot, lambda: isinstance(empty.screen, Dashboard))
+        await pilot.press("f12")
+        await pilot.pause(0.2)
+        await pilot.press("escape")
+        await until(pilot, lambda: empty.screen is empty.checklist)
+
+
+async def test_a_log_is_opened_at_its_end(empty: Wizard) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        lines = "\n".join(f"line {number}." for number in range(100))
+        await empty.push_screen(Read(empty.say, "Log", lines, at_its_end=True))
+        await until(pilot, lambda: "line 99." in seen(empty) and "Page Up shows what came before." in seen(empty))
+        await pilot.press("pageup")
+        await until(pilot, lambda: "line 99." not in seen(empty))
+
+
+async def test_colours_are_no_key_of_a_terminal_that_has_only_its_own(tmp_path: Path) -> None:
+    app = Wizard(Layout.at(tmp_path / "prefix"), "en", plain=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        assert "F4" not in rows(app)[-1]
+        await pilot.press("f4")
+        await until(pilot, lambda: "only its own 16 colours" in seen(app))
+
+
+async def test_letters_work_as_the_key_bar_writes_them(empty: Wizard) -> None:
+    """With Caps Lock on."""
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await opened(empty, pilot, 5)
+        await pilot.press("G")
+        await until(pilot, lambda: isinstance(empty.screen, Form))
+        await pilot.press("escape")
+        await opened(empty, pilot, 6)
+        await pilot.press("K")
+        await until(pilot, lambda: "an hour" in seen(empty))
+        await pilot.press("P")
         await until(pilot, lambda: isinstance(empty.screen, Pick))
 
 
@@ -198,6 +279,10 @@ async def test_answers_and_report_are_written_from_anywhere(
         await until(pilot, lambda: "atoll-answers.toml" in seen(empty))
         await pilot.press("f7")
         await until(pilot, lambda: "atoll-report.en.md" in seen(empty))
+        empty.language = "ko"
+        await pilot.press("f7")
+        await until(pilot, lambda: "atoll-report.ko.md" in seen(empty))  # the one that this operator reads
+        empty.language = "en"
         tmp_path.joinpath("blocked").mkdir()
         monkeypatch.chdir(tmp_path / "blocked")
         (tmp_path / "blocked/atoll-report.en.md").mkdir()
@@ -351,4 +436,6 @@ async def test_one_of_two_models_is_chosen(desk: Desk, bundle: Any, tmp_path: Pa
         await until(pilot, lambda: "[x]" in seen(app))
         (chosen,) = app.desk.answers.models
         assert chosen.bundle == str(medium / "tiny-2")
-        await until(pilot, lambda: "Enter Read the licences" in seen(app))
+        await until(pilot, lambda: "Step 1 comes first (GPU and machine)." in seen(app))
+        await pilot.press("enter")
+        assert app.following is None

@@ -19,6 +19,7 @@ from installer.preflight.record import CheckRecord
 from tui.app import Wizard
 from tui.dialogs.ask import Read
 from tui.dialogs.seat import GiveWay, TakeOver
+from tui.frame import places
 from tui.trouble import TroubleScreen
 
 FAILED = of_error(InstallError(
@@ -93,6 +94,30 @@ async def test_the_menu_finds_what_is_wrong_and_keys_work(tmp_path: Path) -> Non
             await until(pilot, lambda: isinstance(app.screen, TroubleScreen))
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.checklist)
+
+
+async def test_the_error_of_a_step_stays_until_somebody_has_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking again finds what is wrong now, here "nothing is installed": not why the work ended."""
+    ran: list[str] = []
+    monkeypatch.setattr("tui.trouble.screen.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(Wizard, "run_step", lambda self, name: ran.append(name))
+    app = Wizard(Layout.at(tmp_path / "prefix"), "en")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None and app.machine is not None)
+        error = InstallError("it did not answer", exit_code=ExitCode.UNHEALTHY)
+        screen = places.trouble(app.front, error, "install")
+        assert screen is not None
+        await app.push_screen(screen)
+        await pilot.pause(1.5)
+        assert app.screen is screen
+        assert "it did not answer" in seen(app)
+        assert "F5 Run it again" in seen(app)
+        assert "atoll logs --prefix" in " ".join(seen(app).split())
+        await pilot.press("f5")
+        await until(pilot, lambda: app.screen is app.checklist and app.position == 3)
+        assert ran == ["install"]
 
 
 async def test_several_troubles_are_turned_like_pages(tmp_path: Path) -> None:

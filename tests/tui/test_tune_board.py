@@ -25,7 +25,9 @@ def board() -> Board:
 
 
 @pytest.fixture
-def app(tmp_path: Path) -> Wizard:
+def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wizard:
+    """The steps before this one count as done."""
+    monkeypatch.setattr(TuneBody, "missing", lambda self: None)
     wizard = Wizard(Layout.at(tmp_path / "prefix"), "en")
     wizard.desk.boards = lambda: [board()]
     return wizard

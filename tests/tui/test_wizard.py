@@ -114,6 +114,10 @@ async def test_a_failing_check_is_waived_with_a_reason(desk: Desk) -> None:
         await pilot.press("n", "o", "enter")
         assert isinstance(app.screen, Ask)  # too short a reason
         await pilot.press("w", "enter")
+        await until(pilot, lambda: "Waived: Export and regions. Enter runs" in "\n".join(screen(app)))
+        assert any("WAIV  Export and regions" in row for row in screen(app))
+        assert "--waive" not in "\n".join(screen(app))  # the error that it blocks is settled
+        assert "F9 Waive" not in screen(app)[-1]
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, Ask))
         await pilot.press("escape")

@@ -47,7 +47,7 @@ HELP = t(
     "Space  hold the screen; again: continue\n"
     "3      details: medians, KV pages, API keys, all alerts\n"
     "4      all active requests: key, age, tokens; never their content\n"
-    "F8     the whole log\n"
+    "F8     the end of the log, in full lines\n"
     "/      show only the lines of the log with this word\n"
     "F9     start, stop, drain, restart or roll back the service; asks first\n"
     "Esc    back to the checklist\n"
@@ -62,7 +62,7 @@ class Dashboard(Told, Screen[None]):
         Binding("escape", "close"), Binding("f1,question_mark", "help"), Binding("f5", "look"), Binding("f8", "log"),
         Binding("slash", "filter"), Binding("f9", "control"), Binding("space", "hold"), Binding("3", "details"),
         Binding("4", "active"), Binding("enter", "look"),
-        *(Binding(key, "nothing") for key in "012567"), Binding("left,right", "nothing"),
+        *(Binding(key, "nothing") for key in (*"012567", "f12")), Binding("left,right", "nothing"),
     ]  # fmt: skip
     CSS = """
     #headline { height: 1; margin: 1 1 0 1; text-style: bold; }
@@ -307,7 +307,7 @@ class Dashboard(Told, Screen[None]):
 
     def action_log(self) -> None:
         text = "\n".join(self._log) or self.say(t("There are no messages."))
-        self.app.push_screen(Read(self.say, t("The end of the log"), text))
+        self.app.push_screen(Read(self.say, t("The end of the log"), text, at_its_end=True))
 
     def action_filter(self) -> None:
         def take(word: str | None) -> None:

@@ -37,16 +37,18 @@ class Ask(ModalScreen[str | None]):
 
 
 class Read(ModalScreen[bool]):
-    """A text. With `agree` it is a question, whose Enter counts only when the end was on the screen."""
+    """A text. With `agree` it is a question, whose Enter counts only when the end was on the screen. A log is opened
+    `at_its_end`: the news is there."""
 
     BINDINGS = [  # noqa: RUF012
         Binding("enter", "agree"), Binding("escape", "dismiss(False)"), Binding("f1,f8", "dismiss(False)"),
         Binding("pagedown,space", "page(1)"), Binding("pageup", "page(-1)"),
     ]  # fmt: skip
 
-    def __init__(self, say: Say, title: str, text: str, agree: str = "") -> None:
+    def __init__(self, say: Say, title: str, text: str, agree: str = "", *, at_its_end: bool = False) -> None:
         super().__init__()
         self.say, self.heading, self.text, self.agree = say, title, text, agree
+        self.at_its_end = at_its_end
         self._told = ""
 
     def compose(self) -> ComposeResult:
@@ -58,6 +60,8 @@ class Read(ModalScreen[bool]):
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
+        if self.at_its_end:
+            self.query_one(VerticalScroll).scroll_end(animate=False)
         self.set_interval(0.2, self._tell)
         self.call_after_refresh(self._tell)
 
@@ -67,12 +71,19 @@ class Read(ModalScreen[bool]):
         pane = self.query_one(VerticalScroll)
         return pane.size.height > 0 and pane.scroll_offset.y >= pane.max_scroll_y
 
+    def _is_long(self) -> bool:
+        return self.query_one(VerticalScroll).max_scroll_y > 0
+
     def _tell(self) -> None:
         at_end = self.at_end()
         if self.agree:
             hint = self.agree if at_end else t("Read to the end first: Page Down. Esc refuses.")
         else:
-            hint = t("Esc closes this.") if at_end else t("Page Down shows more. Esc closes this.")
+            hint = t("Page Down shows more. Esc closes this.")
+            if at_end:
+                hint = t("Esc closes this.")
+            if at_end and self.at_its_end and self._is_long():
+                hint = t("Page Up shows what came before. Esc closes this.")
         if hint != self._told:
             self._told = hint
             self.query_one("#hint", Static).update(Text(self.say(hint)))

@@ -78,12 +78,14 @@ class Checklist(Told, Screen[None]):
         self.query_one(NoteLine).note = self.front.note or forward.why_not
         enter = [Key("Enter", forward.text, "app.forward")] if forward.text else []
         back = [Key("Esc", t("Back"), "app.back")] if self.front.position else []
+        own = [key for key in body.keys() if self.front.watched is None or key.action in body.LOOKS]  # noqa: SIM118
         seat = [Key("F11", t("Ask to work here"), "app.seat")] if self.front.watched is not None else []
         log = [Key("F8", t("Log"), "app.messages")] if self.front.following is not None else []
         always = [Key("F1", t("Help"), "app.help"), Key("F3", t("Menu"), "app.command_palette"),
                   Key("F10", t("Leave"), "app.leave"), Key("F6", t("Answers"), "app.export"),
-                  Key("F7", t("Report"), "app.report"), Key("F4", t("Colours"), "app.colours")]  # fmt: skip
-        self.query_one(KeyBar).keys = (*seat, *enter, *body.keys(), *back, *log, *always)
+                  Key("F7", t("Report"), "app.report"),
+                  *([] if self.front.plain else [Key("F4", t("Colours"), "app.colours")])]  # fmt: skip
+        self.query_one(KeyBar).keys = (*seat, *enter, *own, *back, *log, *always)
 
     def on_resize(self, event: events.Resize) -> None:
         self._fits()

@@ -1,7 +1,7 @@
 """The other screens that open from the frame: imported when they open, so that the frame does not depend on them.
 
     tui.dashboard.screen(front) -> Screen            F12, 7, the menu
-    tui.trouble.screen_for(front, error) -> Screen | None   when work ended with an error; None: the pane says it
+    tui.trouble.screen_for(front, error, step) -> Screen | None   when work ended with an error; None: the pane says it
     tui.trouble.screen_at_start(front) -> Screen | None     when the program opens and something is wrong already
 """
 
@@ -23,8 +23,8 @@ def dashboard(front: Front) -> Screen[Any]:
     return import_module("tui.dashboard").screen(front)
 
 
-def trouble(front: Front, error: InstallError) -> Screen[Any] | None:
-    return import_module("tui.trouble").screen_for(front, error) if find_spec("tui.trouble") is not None else None
+def trouble(front: Front, error: InstallError, step: str) -> Screen[Any] | None:
+    return import_module("tui.trouble").screen_for(front, error, step) if find_spec("tui.trouble") is not None else None
 
 
 def trouble_at_start(front: Front) -> Screen[Any] | None:

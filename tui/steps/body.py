@@ -10,20 +10,26 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
 
-from appliance.service.findings import Finding
+from appliance.service.findings import Finding, Waiver
 from appliance.service.state import STATUS_WORDS, StepState
 from appliance.service.words import joined, t
 from tui.frame.front import Forward, Key, Told
 from tui.parts.findings import Detail, Findings, meaning_of, trouble_of
 from tui.parts.work import Work
 
+WATCHING = t("You only watch. F11 asks the other operator to let you work here.")
+
 
 class Body(Told, Vertical):
-    """A pane of the frame. It is drawn when what it watches has changed, and only while it is the open one."""
+    """A pane of the frame. It is drawn when what it watches has changed, and only while it is the open one.
+
+    `LOOKS`: the actions of its keys that decide nothing, so that they also work for an operator who only watches.
+    """
 
     STEP: ClassVar[str] = ""
     LEAD: ClassVar[str] = ""
     HELP: ClassVar[str] = ""
+    LOOKS: ClassVar[frozenset[str]] = frozenset({"app.focus_next"})
 
     class Changed(Message):
         """What Enter and the other keys do may have changed."""
@@ -78,6 +84,12 @@ class Body(Told, Vertical):
         """Those of this pane, besides those of every pane."""
         return []
 
+    def may_decide(self) -> bool:
+        """Whether no work runs and this operator is in control; else the line above the keys says why not."""
+        if self.front.watched is not None:
+            self.front.note = WATCHING
+        return self.front.watched is None and self.front.following is None
+
 
 class StepBody(Body):
     """A step of the checklist."""
@@ -104,16 +116,26 @@ class StepBody(Body):
         following = self.front.following
         if self.at_work and following is not None and following.found:
             return following.found
-        return self.state.findings if self.state and not self.at_work else []
+        return [self._as_waived(each) for each in self.state.findings] if self.state and not self.at_work else []
 
     def chosen(self) -> Finding | None:
         return self.query_one(Findings).chosen()
 
-    def is_waived_here(self, finding: Finding) -> bool:
-        return finding.severity == "block" and finding.id in self.front.desk.answers.waivers
+    def _as_waived(self, finding: Finding) -> Finding:
+        """As the next run will record it, if it was waived since the last one."""
+        reason = self.front.desk.answers.waivers.get(finding.id)
+        if reason is None or not finding.blocks or finding.severity != "block":
+            return finding
+        return finding.model_copy(update={"waiver": Waiver(finding=finding.id, reason=reason, by=self.front.desk.by,
+                                                           at="")})  # fmt: skip
 
     def blocking(self) -> list[Finding]:
-        return [each for each in self.shown() if each.blocks and not self.is_waived_here(each)]
+        return [each for each in self.shown() if each.blocks]
+
+    def missing(self) -> StepState | None:
+        """The first step before this one that is not done; this one cannot run without it."""
+        steps = self.front.standing.steps if self.front.standing else []
+        return next((each for each in steps[: self.front.position - 1] if each.status != "green"), None)
 
     def draw(self) -> None:
         super().draw()
@@ -123,6 +145,7 @@ class StepBody(Body):
         findings.show(self.shown())
         findings.display = not self.at_work or bool(self.shown())
         findings.set_class(not self.shown(), "empty")  # it keeps the focus, and takes no room
+        self.query_one(Detail).set_class(not self.shown(), "alone")
         self.set_class(self.at_work, "at-work")
         self.tell_detail()
         self.draw_facts()
@@ -170,6 +193,13 @@ class StepBody(Body):
         if state.status == "green":
             last = self.front.standing is not None and self.front.position >= len(self.front.standing.steps)
             return Forward("", t("The checklist is complete.")) if last else Forward(t("Next"))
+        if self.front.watched is not None:
+            return Forward("", WATCHING)
+        missing = self.missing()
+        if missing is not None and self.front.standing is not None:
+            number = self.front.standing.steps.index(missing) + 1
+            return Forward("", t("Step {number} comes first ({title}). Its key is {number}.", number=number,
+                                 title=missing.title))  # fmt: skip
         blocking = self.blocking()
         if blocking:
             return Forward("", self._in_the_way(blocking))

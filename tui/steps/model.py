@@ -14,6 +14,7 @@ from appliance.service.desk import InstallError
 from appliance.service.words import human_bytes, t
 from tui.dialogs.form import Pick
 from tui.frame.front import Forward, Key
+from tui.keys import letter
 from tui.look import FITS
 from tui.parts.table import Table
 from tui.pauses import keep_loaded
@@ -40,7 +41,7 @@ class ModelBody(StepBody):
         "Enter shows each licence. You can accept it only after its end was on the screen; your name, the time and "
         "the hash of the text are recorded."
     )
-    BINDINGS: ClassVar = [Binding("space", "choose"), Binding("u,ㅕ", "use")]
+    BINDINGS: ClassVar = [Binding("space", "choose"), letter("u", "use")]
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,10 +153,10 @@ class ModelBody(StepBody):
         return bool(self.front.desk.answers.models) or len(self.offers) <= 1
 
     def forward(self) -> Forward:
-        found = super().forward()
-        if found.text and len(self.offers) > 1 and not self._chosen_paths():
+        idle = self.front.following is None and self.front.watched is None
+        if idle and len(self.offers) > 1 and not self._chosen_paths():
             return Forward("", t("The medium holds {count} models. Space chooses one.", count=len(self.offers)))
-        return found
+        return super().forward()
 
     def run_words(self) -> str:
         return t("Read the licences")
@@ -177,7 +178,7 @@ class ModelBody(StepBody):
 
     def action_choose(self) -> None:
         """One model below a prefix; on a server any number."""
-        if len(self.offers) < 2 or self.front.following is not None:
+        if len(self.offers) < 2 or not self.may_decide():
             return
         offer = self.offers[self.query_one("#offers", Table).cursor_row]
         if offer.problem:
@@ -189,7 +190,7 @@ class ModelBody(StepBody):
         self._take(models=[{"bundle": path} for path in sorted(chosen)] or None)
 
     def action_use(self) -> None:
-        if self.front.following is not None:
+        if not self.may_decide():
             return
         choices = {name: titles[self.front.language] for name, titles in self.uses.items()}
 

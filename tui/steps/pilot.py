@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
 from textual import work
-from textual.binding import Binding
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -15,6 +14,7 @@ from appliance.service.words import joined, t
 from tui.dialogs.ask import Ask
 from tui.dialogs.form import Field, Form, Pick
 from tui.frame.front import Forward, Key
+from tui.keys import letter
 from tui.look import COLOURS, MARKS, PLAIN_MARKS
 from tui.parts.bar import bar
 from tui.parts.work import Work
@@ -41,9 +41,11 @@ class PilotBody(StepBody):
         "When all stages have passed, S puts a person's name under it. L leaves the pilot out, with a reason."
     )
     BINDINGS: ClassVar = [
-        Binding("p,ㅔ", "plan"), Binding("e,ㄷ", "edit"), Binding("n,ㅜ", "next"), Binding("x,ㅌ", "stop"),
-        Binding("s,ㄴ", "sign"), Binding("k,ㅏ", "costs"), Binding("l,ㅣ", "leave_out"),
+        letter("p", "plan"), letter("e", "edit"), letter("n", "next"), letter("x", "stop"), letter("s", "sign"),
+        letter("k", "costs"), letter("l", "leave_out"),
     ]  # fmt: skip
+
+    LOOKS: ClassVar = frozenset({"costs"})
 
     board: "PilotBoard | None" = None
     problem: InstallError | None = None
@@ -154,6 +156,8 @@ class PilotBody(StepBody):
         found = super().forward()
         if self.state is not None and self.state.status == "green":
             return found
+        if self.front.watched is not None:
+            return found
         if self.front.following is None and not self.answers.skip and not self.answers.stages:
             return Forward(t("Choose a plan"), found.why_not)
         if found.text or self.front.following is not None or self.board is None:
@@ -197,7 +201,7 @@ class PilotBody(StepBody):
         self.draw()
 
     def action_plan(self) -> None:
-        if self.front.following is not None:
+        if not self.may_decide():
             return
         from appliance.service.pilot.board import ready_plans
 
@@ -218,7 +222,7 @@ class PilotBody(StepBody):
         return bool(self.answers.stages) and not begun and not done and self.front.following is None
 
     def action_edit(self) -> None:
-        if not self._may_edit():
+        if not self._may_edit() or not self.may_decide():
             return
 
         def chosen(what: str | None) -> None:
@@ -266,7 +270,7 @@ class PilotBody(StepBody):
         self._look()
 
     def action_leave_out(self) -> None:
-        if self.front.following is not None or (self.state is not None and self.state.status == "green"):
+        if not self.may_decide() or (self.state is not None and self.state.status == "green"):
             return
 
         def said(reason: str | None) -> None:
@@ -314,7 +318,7 @@ class PilotBody(StepBody):
 
     def action_sign(self) -> None:
         board = self.board
-        if board is None or board.outcome is None or board.signed is not None or self.front.following is not None:
+        if board is None or board.outcome is None or board.signed is not None or not self.may_decide():
             return
 
         def take(values: dict[str, str]) -> str:
@@ -334,6 +338,7 @@ class PilotBody(StepBody):
 
     def _signed(self, values: dict[str, str] | None) -> None:
         if values is not None:
+            self.shows_costs = False  # the signature stands below the stages
             self._look()
             if values["decision"] == "go":
                 self.run()

@@ -93,7 +93,9 @@ class StartBody(Body):
     def on_descendant_focus(self) -> None:
         self.post_message(self.Changed())
 
-    def on_input_changed(self) -> None:
+    def on_input_changed(self, event: Input.Changed) -> None:
+        if event.input.has_focus:
+            self.front.note = ""  # it was about what stood here before
         self.post_message(self.Changed())
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -111,10 +113,14 @@ class StartBody(Body):
             self.front.open_step(names.index(following.at_step) + 1 if following.at_step in names else 1)
             return
         said = {name: self.query_one(f"#{name}", Input).value.strip() for name in FIELDS}
-        wrong = next((said[name] for name in ("medium", "key", "answers")
+        wrong = next((name for name in ("medium", "key", "answers")
                       if said[name] and not os.path.exists(os.path.expanduser(said[name]))), None)  # fmt: skip
         if wrong is not None:
-            self.front.note = t("There is nothing at {path}.", path=wrong)
+            self.query_one(f"#{wrong}", Input).focus()  # whose path it is
+            nothing = t("There is nothing at {path}. Correct the path.", path=said[wrong])
+            if wrong == "medium":
+                nothing = t("There is nothing at {path}. Mount the medium, or correct the path.", path=said[wrong])
+            self.front.note = nothing
             return
         desk, self.front.trouble = self.front.desk, None
         if said["answers"]:

@@ -14,6 +14,7 @@ from appliance.service.desk import InstallError
 from appliance.service.words import t
 from tui.dialogs.form import Field, Form
 from tui.frame.front import Forward, Key
+from tui.keys import letter
 from tui.parts.findings import Detail, Findings
 from tui.parts.knob import Knob
 from tui.parts.memory_bar import MemoryBar
@@ -44,7 +45,7 @@ class TuneBody(StepBody):
         "kept, and the reason is shown. P sets the preset's values, R the current ones, U leaves everything as it is."
     )
     BINDINGS: ClassVar = [
-        Binding("m,ㅡ", "measure"), Binding("p,ㅔ", "preset"), Binding("r,ㄱ", "reset"), Binding("u,ㅕ", "unchanged"),
+        letter("m", "measure"), letter("p", "preset"), letter("r", "reset"), letter("u", "unchanged"),
         Binding("down", "app.focus_next"), Binding("up", "app.focus_previous"),
     ]  # fmt: skip
 
@@ -173,6 +174,9 @@ class TuneBody(StepBody):
         if board is None:
             return self.say(self.problem.message if self.problem else t("Reading the plan of memory ..."))
         if board.card is None:
+            if self.state is not None and self.state.status == "green":
+                return self.say(t("{model} computes on the CPU: there is no GPU memory to divide. M measures which "
+                                  "settings serve best.", model=board.title))  # fmt: skip
             return self.say(t("{model} computes on the CPU: there is no GPU memory to divide. M measures which "
                               "settings serve best, U leaves them as they are.", model=board.title))  # fmt: skip
         preset = board.preset.name if board.preset else self.say(board.why_no_preset or t("no preset"))
@@ -253,7 +257,7 @@ class TuneBody(StepBody):
             self.front.note = error.message
 
     def action_measure(self) -> None:
-        if self.front.following is not None:
+        if not self.may_decide():
             return
         tune = self.front.desk.answers.tune  # type: ignore[attr-defined]
 
@@ -294,7 +298,7 @@ class TuneBody(StepBody):
             self.post_message(self.Changed())
 
     def action_unchanged(self) -> None:
-        if self.front.following is None and self.state is not None and self.state.status != "green":
+        if self.may_decide() and self.state is not None and self.state.status != "green":
             self._decide(skip=self.say(t("The current settings stay in use.")))
 
     def run(self) -> None:

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from rich.cells import cell_len
 from rich.text import Text
-from textual.binding import Binding
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -13,6 +12,7 @@ from appliance.service.desk import InstallError
 from appliance.service.words import t
 from tui.dialogs.form import Field, Form
 from tui.frame.front import Forward, Key
+from tui.keys import letter
 from tui.look import COLOURS, MARKS, PLAIN_MARKS
 from tui.parts.plot import Plot
 from tui.parts.work import Work
@@ -38,7 +38,8 @@ class VerifyBody(StepBody):
         "A missed target leads back to Tune (4), or is accepted with a reason (F9) that stays in the report.\n"
         "An interrupted run continues after the last group that passed."
     )
-    BINDINGS: ClassVar = [Binding("g,ㅎ", "goals")]
+    BINDINGS: ClassVar = [letter("g", "goals")]
+    LOOKS: ClassVar = frozenset({"app.open(4)"})
 
     def parts(self) -> Iterator[Widget]:
         yield Static("", id="groups", classes="facts", markup=False)
@@ -159,7 +160,7 @@ class VerifyBody(StepBody):
         return [*super().keys(), *tune, Key("G", t("Targets"), "goals")]
 
     def action_goals(self) -> None:
-        if self.front.following is not None:
+        if not self.may_decide():
             return
         targets = self.plan.targets
         number = r"[0-9]*\.?[0-9]*"
@@ -171,7 +172,8 @@ class VerifyBody(StepBody):
             Field("ttft", t("First token, ms"), shown(targets.ttft), t("empty: not judged"), number),
             Field("itl", t("Between tokens, ms"), shown(targets.itl), t("empty: not judged"), number),
             Field("users", t("Users at once"), shown(targets.users), t("empty: not judged"), "[0-9]*"),
-            Field("output_throughput", t("Tokens/s in all"), shown(targets.output_throughput), "", number),
+            Field("output_throughput", t("Tokens/s in all"), shown(targets.output_throughput),
+                  t("empty: not judged"), number),
             Field("soak_seconds", t("Soak, s"), shown(self.plan.soak_seconds), t("0: none"), number),
         ]  # fmt: skip
         self.app.push_screen(Form(self.say, t("Targets"), fields, self._take), lambda values: self._changed(values))

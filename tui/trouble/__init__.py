@@ -8,10 +8,11 @@ from tui.trouble.view import TroubleView
 __all__ = ["TroubleScreen", "TroubleView", "screen_at_start", "screen_for"]
 
 
-def screen_for(front: Front, error: InstallError) -> TroubleScreen | None:
-    """When work ended with an error that has more to say than the pane can show; None: the pane says it."""
+def screen_for(front: Front, error: InstallError, step: str) -> TroubleScreen | None:
+    """When the work of this step ended with an error that has more to say than the pane can show; None: the pane says
+    it."""
     found = front.desk.trouble_of(error)
-    return TroubleScreen([found]) if found is not None else None
+    return TroubleScreen([found], step) if found is not None else None
 
 
 def screen_at_start(front: Front) -> TroubleScreen | None:

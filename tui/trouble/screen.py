@@ -19,7 +19,11 @@ LOOK_SECONDS = 5.0   # between two looks at what stands, while the screen is ope
 
 
 class TroubleScreen(Told, Screen[None]):
-    """Looks again by itself: it closes when the trouble is over, and a bar moves while an engine loads."""
+    """Looks again by itself: it closes when the trouble is over, and a bar moves while an engine loads.
+
+    The error of a step's work (`step`) stays: looking finds what is wrong now, not why the work ended. F5 runs that
+    step again.
+    """
 
     BINDINGS: ClassVar = [
         Binding("escape,q", "dismiss(None)"), Binding("right,tab,n", "turn(1)"), Binding("left,p", "turn(-1)"),
@@ -29,16 +33,18 @@ class TroubleScreen(Told, Screen[None]):
     HELP = t(
         "One trouble stands here at a time; Left and Right show the others.\n"
         "Below \"What to do\" is a line to type in a shell for each step. Nothing runs by itself.\n"
-        "The screen looks again every few seconds and says when it is over.\n"
-        "F5   look again now        F8   the log of the service\n"
+        "The screen looks again every few seconds and closes when it is over.\n"
+        "F5   look again now; after a step that failed: run it again\n"
+        "F8   the log of the service\n"
         "F7   write the report of all steps to files\n"
         "Esc  back to where you were"
     )
 
-    def __init__(self, troubles: list[Trouble]) -> None:
+    def __init__(self, troubles: list[Trouble], step: str = "") -> None:
         super().__init__()
-        self.troubles, self.at = troubles, 0
-        self._live = any(each.id in ("draining", "engine-loading", "engine-failed", "stopped") for each in troubles)
+        self.troubles, self.at, self.step = troubles, 0, step
+        moves = ("draining", "engine-loading", "engine-failed", "stopped")
+        self._live = not step and any(each.id in moves for each in troubles)
 
     def compose(self) -> ComposeResult:
         yield Header()
@@ -65,8 +71,9 @@ class TroubleScreen(Told, Screen[None]):
         turn = [Key("Left Right", place, "screen.turn(1)")]
         bar.keys = (
             Key("Esc", t("Back"), "screen.dismiss(None)"), *(turn if many else []),
-            Key("F5", t("Look again"), "screen.again"), Key("F8", t("Log"), "screen.log"),
-            Key("F7", t("Report"), "app.report"), Key("F1", t("Help"), "screen.help"),
+            Key("F5", t("Run it again") if self.step else t("Look again"), "screen.again"),
+            Key("F8", t("Log"), "screen.log"), Key("F7", t("Report"), "app.report"),
+            Key("F1", t("Help"), "screen.help"),
         )  # fmt: skip
         note.note = self.front.note
 
@@ -82,10 +89,20 @@ class TroubleScreen(Told, Screen[None]):
 
     def action_log(self) -> None:
         lines = "\n".join(self.front.desk.log_tail()) or self.say(t("The log is empty."))
-        self.app.push_screen(Read(self.say, t("Log of the service"), lines))
+        self.app.push_screen(Read(self.say, t("Log of the service"), lines, at_its_end=True))
 
     def action_again(self) -> None:
+        if self.step:
+            self._run_again()
+            return
         self.run_worker(self._look, thread=True, exclusive=True, group="trouble", exit_on_error=False)
+
+    def _run_again(self) -> None:
+        front, steps = self.front, self.front.standing.steps if self.front.standing else []
+        position = next((number for number, each in enumerate(steps, 1) if each.id == self.step), front.position)
+        self.dismiss(None)
+        front.open_step(position)
+        front.run_step(self.step)
 
     def _look(self) -> None:
         found = self.front.desk.look_for_trouble()

@@ -171,7 +171,7 @@ def print_plan(plan: Plan, console: Console, prefix: Path) -> None:
             console.print(f"  {words} {size:>9}  {what}{note}", markup=False)
         rest = t("{size} to write.", size=human_bytes(plan.bytes))
         if kept:
-            rest = t("{size} to write; {kept} more stay as they are.", size=human_bytes(plan.bytes), kept=kept)
+            rest = t("{size} to write; unchanged: {kept}.", size=human_bytes(plan.bytes), kept=kept)
         console.print(f"  {spoken(rest)}\n", markup=False)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from appliance.service import review
 from appliance.service.facts import Facts, engine_licence
 from appliance.service.findings import Finding, StepResult, made
-from appliance.service.review import ReviewAnswers
+from appliance.service.review import Point, ReviewAnswers
 from appliance.service.steps.base import Step, StepJob
 from installer.access import licence
 from installer.access.licence import LicenceRequest
@@ -19,6 +19,9 @@ from installer.base.errors import ExitCode, InstallError, usage_error
 from installer.base.i18n import t
 from installer.decide.answers import Answers
 from installer.decide.context import Model
+
+_ATTEMPTS = 5   # at one answer that cannot be used; then the point stays open
+_RULE = t("Days are written YYYY-MM-DD, answers have at most 500 characters.")
 
 
 class ModelStep(Step):
@@ -112,14 +115,33 @@ class ModelStep(Step):
         answers: ReviewAnswers = getattr(job.answers, "review").get(manifest.name) or ReviewAnswers()  # noqa: B009
         today = time.strftime("%Y-%m-%d", time.gmtime())
         asked: dict[str, str] = {}
-        for point in review.open_points(manifest, answers):
-            said = job.frontend.ask(point.question)
-            if len(said) >= 2:
+        points = review.open_points(manifest, answers)
+        for number, point in enumerate(points, 1):
+            said = _answer(job, point, t("{model}, question {number} of {count}: {question}", model=manifest.name,
+                                         number=number, count=len(points), question=point.question))  # fmt: skip
+            if said:
                 asked[point.id] = said
         if asked:
             answers = _checked(answers, {"date": today, **asked})
             job.learned.setdefault("review", {})[manifest.name] = answers.model_dump(exclude_none=True)
         return review.findings(manifest, answers, today, named)
+
+
+def _answer(job: StepJob, point: Point, question: str) -> str:
+    """What somebody at the terminal says to it; empty: left open. An answer that cannot be used is asked for again, so
+    that it does not cost the answers before it."""
+    asked = question
+    for _ in range(_ATTEMPTS):
+        said = job.frontend.ask(asked)
+        if len(said) < 2:
+            break
+        try:
+            ReviewAnswers.model_validate({point.id: said})
+        except ValueError:
+            asked = t("'{said}' cannot be used. {rule}\n{question}", said=said[:40], rule=_RULE, question=question)
+        else:
+            return said
+    return ""
 
 
 def _named(name: str, *, model: Model, alone: bool) -> str:
@@ -135,4 +157,4 @@ def _checked(answers: ReviewAnswers, said: dict[str, str]) -> ReviewAnswers:
     except ValueError as error:
         raise usage_error(t("An answer of the review cannot be used: {names}.", names=", ".join(
                               str(entry["loc"][0]) for entry in getattr(error, "errors", list)())),
-                          t("Days are written YYYY-MM-DD, answers have at most 500 characters.")) from error
+                          _RULE) from error

@@ -32,7 +32,7 @@ def of_log(scene: Scene) -> tuple[str, tuple[Action, ...]]:
             Action(t("Free some space, then start the service"), f"df -h; {start}"),)  # fmt: skip
     if _DRIVER.search(log):
         return t("The GPU driver does not match this release."), (
-            Action(t("See what the checks of the GPU say"), "atoll preflight"),)  # fmt: skip
+            Action(t("See what the checks of the GPU say"), f"atoll preflight{scene.where}"),)  # fmt: skip
     if scene.holders:  # no known message, and another process is on the GPU: the usual reason
         return _memory(scene, start)
     again = Action(t("Start it again"), start)
@@ -45,7 +45,8 @@ def of_log(scene: Scene) -> tuple[str, tuple[Action, ...]]:
 
 
 def _memory(scene: Scene, start: str) -> tuple[Text, tuple[Action, ...]]:
-    again = Action(t("Start with less memory: a shorter context or a smaller share of the GPU"), "atoll setup  # Tune")
+    again = Action(t("Start with less memory: a shorter context or a smaller share of the GPU"),
+                   f"atoll setup{scene.where}  # Tune")  # fmt: skip
     if not scene.holders:
         return t("The memory of the GPU is not enough for these settings."), (again, Action(t("Start it again"), start))
     most = sorted(scene.holders, key=lambda each: -each.used)[:3]

@@ -28,7 +28,7 @@ def _nothing(scene: Scene) -> Iterator[Trouble]:
         yield Trouble(
             "nothing-installed", t("nothing is installed"), t("No release is installed here."),
             t("The checklist was not started, or has not reached the step Install."),
-            actions=(Action(t("Open the checklist; it leads from the GPU to the pilot."), "atoll setup"),
+            actions=(Action(t("Open the checklist; it leads from the GPU to the pilot."), f"atoll setup{scene.where}"),
                      Action(t("The same steps without screens"), f"atoll checklist show{scene.where}")),
             stops=False,
         )  # fmt: skip
@@ -36,10 +36,10 @@ def _nothing(scene: Scene) -> Iterator[Trouble]:
 
 def _gpu(scene: Scene) -> Iterator[Trouble]:
     for record in scene.gpu:
-        yield of_check(record, installed=bool(scene.status))
+        yield of_check(record, scene.where, installed=bool(scene.status))
 
 
-def of_check(record: CheckRecord, *, installed: bool = False) -> Trouble:
+def of_check(record: CheckRecord, where: str = "", *, installed: bool = False) -> Trouble:
     """A GPU check that failed."""
     said = f"{record.observed} {record.evidence}".lower()
     version = record.id == "driver" or "mismatch" in said or record.evidence == "/proc/driver/nvidia/version"
@@ -48,7 +48,7 @@ def of_check(record: CheckRecord, *, installed: bool = False) -> Trouble:
     return Trouble(
         name, title, t("{check}: {seen}", check=record.title, seen=record.observed), record.why,
         _AS_BEFORE if installed else t("Nothing was installed or changed."),
-        (Action(record.fix, record.command), Action(t("Then look again"), "atoll preflight")),
+        (Action(record.fix, record.command), Action(t("Then look again"), f"atoll preflight{where}")),
         (record.evidence,) if record.evidence else (), stops=installed or name == "driver-mismatch",
     )  # fmt: skip
 
@@ -59,15 +59,15 @@ def _medium(scene: Scene) -> Iterator[Trouble]:
             "medium-missing", t("the medium is not there"),
             t("There is nothing at {path}.", path=joined(map(str, scene.media))),
             t("The medium was taken out, or is mounted somewhere else."),
-            t("The installed service runs without the medium."), _medium_actions(), stops=False,
+            t("The installed service runs without the medium."), _medium_actions(scene.where), stops=False,
         )  # fmt: skip
 
 
-def _medium_actions() -> tuple[Action, ...]:
+def _medium_actions(where: str) -> tuple[Action, ...]:
     return (
         Action(t("Insert it and see where it is mounted"), "lsblk -o NAME,SIZE,LABEL,MOUNTPOINTS"),
         Action(t("Mount it, read-only"), "mount -o ro /dev/sdX1 /media/usb"),
-        Action(t("Then name that place at the start (key 0) and run the step again"), "atoll setup"),
+        Action(t("Then name that place at the start (key 0) and run the step again"), f"atoll setup{where}"),
     )
 
 
@@ -133,13 +133,14 @@ def _certificate(scene: Scene) -> Iterator[Trouble]:
     happened = t("The certificate ends in {days} days, at {at}.", days=days, at=facts["not_after"])
     if over:
         happened = t("The certificate expired at {at}: clients refuse it.", at=facts["not_after"])
-    renew = Action(t("Renew it; the clients know its authority already"), "atoll tls renew")
+    renew = Action(t("Renew it; the clients know its authority already"), f"atoll tls renew{scene.where}")
     if not local:
-        renew = Action(t("Ask your authority for a new one and import it"), "atoll tls import --cert FILE --key FILE")
+        renew = Action(t("Ask your authority for a new one and import it"),
+                       f"atoll tls import --cert FILE --key FILE{scene.where}")
     yield Trouble(
         "certificate-expiring", t("the certificate has expired") if over else t("the certificate ends soon"), happened,
         t("Certificates expire, and nobody has renewed this one."), t("Until it expires, everything works as before."),
-        (renew, Action(t("Look at it"), "atoll tls show")), stops=over,
+        (renew, Action(t("Look at it"), f"atoll tls show{scene.where}")), stops=over,
     )  # fmt: skip
 
 
@@ -165,17 +166,18 @@ def disk_full(happened: str, where: str, *, stops: bool = True) -> Trouble:
 
 def of_error(error: InstallError, scene: Scene | None = None) -> Trouble | None:
     """The trouble behind an error that work ended with, where there is more to say than the error says itself."""
+    where = scene.where if scene else ""
     why = f"{error.message} {error.why}"
     if error.exit_code == ExitCode.MEDIA:
         return Trouble(
             "medium-missing", t("the medium is not there"), error.message,
             error.why or t("The medium was taken out, or is mounted somewhere else."),
-            error.changed or t("Nothing was changed."), _medium_actions(), stops=True,
+            error.changed or t("Nothing was changed."), _medium_actions(where), stops=True,
         )  # fmt: skip
     if error.exit_code == ExitCode.IO and (os.strerror(errno.ENOSPC) in why or "disk is full" in why):
         return disk_full(error.message, "/")
     if error.exit_code in (ExitCode.UNHEALTHY, ExitCode.ROLLBACK_FAILED):
-        told = Scene(where=scene.where if scene else "", holders=scene.holders if scene else (),
+        told = Scene(where=where, holders=scene.holders if scene else (),
                      log_tail=tuple(error.log_tail) or (scene.log_tail if scene else ()))  # fmt: skip
         cause, actions = causes.of_log(told)
         hint = (Action(error.hint),) if error.hint else ()

@@ -100,6 +100,22 @@ def test_an_open_point_of_the_review_blocks_until_it_is_waived_by_name(desk: Des
     assert [record["reason"] for record in waived] == ["legal answers in ticket 4711"]
 
 
+def test_an_answer_that_cannot_be_used_is_asked_for_again(desk: Desk) -> None:
+    """It does not cost the answers before it."""
+    said = iter(["none", "2031", "31.1.2031", "2999-01-01"])
+    front = Front()
+    front.ask = lambda question: (front.questions.append(question), next(said))[1]  # type: ignore[method-assign]
+    review = {"tiny": {name: said for name, said in REVIEW.items() if name not in ("export", "expires")}}
+    desk.run("gpu", front=Front(), review=review)
+    desk.run("model", front=front, interactive=True, review=review)
+    asked = [str(each) for each in front.questions]
+    assert asked[0] == "tiny, question 1 of 2: Are there export or regional limits?"
+    assert asked[1].startswith("tiny, question 2 of 2: ")
+    assert asked[2].startswith("'2031' cannot be used. Days are written YYYY-MM-DD")
+    assert len(asked) == 4
+    assert desk.statuses()["model"] == "green"
+
+
 def test_a_review_that_has_expired_blocks(desk: Desk) -> None:
     with pytest.raises(InstallError, match="review-expired"):
         desk.run(review={"tiny": {**REVIEW, "expires": "2020-01-01"}})

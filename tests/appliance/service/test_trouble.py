@@ -55,7 +55,7 @@ def test_nothing_installed_leads_to_the_checklist(tmp_path: Path) -> None:
     found = troubles(Layout.at(tmp_path / "none"))
     assert [each.id for each in found] == ["nothing-installed"]
     assert not found[0].stops
-    assert found[0].actions[0].command == "atoll setup"
+    assert found[0].actions[0].command == f"atoll setup --prefix {tmp_path / 'none'}"
     assert not (tmp_path / "none").exists()
 
 
@@ -97,7 +97,7 @@ def test_a_certificate_and_a_disk_are_told_before_they_stop_anything() -> None:
     ends = {"days_left": 13, "not_after": "2027-01-01T00:00:00Z", "source": "local"}
     trouble = only(with_status(certificate=ends))
     assert (trouble.id, trouble.stops) == ("certificate-expiring", False)
-    assert trouble.actions[0].command == "atoll tls renew"
+    assert trouble.actions[0].command == "atoll tls renew --prefix /srv/atoll"
     assert only(with_status(certificate={**ends, "days_left": -1})).stops
     assert derive(with_status(certificate={**ends, "days_left": 200})) == []
     trouble = only(with_status(disk={"free_bytes": 1 << 30}))
@@ -144,9 +144,10 @@ def test_another_program_on_the_gpu_is_seen(tmp_path: Path) -> None:
 
 def test_errors_of_work_get_a_screen_where_it_helps() -> None:
     assert of_error(InstallError("odd", exit_code=ExitCode.USAGE)) is None
-    missing = of_error(InstallError("no medium", exit_code=ExitCode.MEDIA))
+    missing = of_error(InstallError("no medium", exit_code=ExitCode.MEDIA), Scene(" --prefix /srv/atoll"))
     assert missing is not None
     assert missing.id == "medium-missing"
+    assert missing.actions[-1].command == "atoll setup --prefix /srv/atoll"
     ended = of_error(InstallError("it did not answer", exit_code=ExitCode.UNHEALTHY, changed="1.0 was put back.",
                                   log_tail=["error: Cannot listen on 127.0.0.1:80: in use"]))  # fmt: skip
     assert ended is not None
