@@ -71,8 +71,11 @@ async def test_what_changed_marks_the_later_steps_stale(
             app.set_focus(None)
             await pilot.press(str(number))
             await until(pilot, lambda number=number: app.body is app.checklist.pane.bodies.get(number))
-            why = app.say(app.standing.step(STEPS[number - 1]).why)
-            await until(pilot, lambda why=why: why in seen(app), 10)
+            # The first says why it is stale, a later one which step comes before it.
+            why = app.standing.step(STEPS[number - 1]).why if number == begin + 1 else (
+                t("Step {number} comes first ({title}). Its key is {number}.", number=begin + 1,
+                  title=app.standing.steps[begin].title))  # fmt: skip
+            await until(pilot, lambda why=app.say(why): why in seen(app), 10)
 
 
 async def test_tables_keep_their_columns_when_the_terminal_changes_its_size(
