@@ -17,7 +17,7 @@ HELP_WIDTH = 100  # columns; a wider terminal has room for more, but longer line
 
 class _Context(typer.Context):
     def make_formatter(self) -> Any:
-        from appliance.cli.view.help_layout import HelpLayout
+        from appliance.cli.language.help_layout import HelpLayout
 
         return HelpLayout(max_width=HELP_WIDTH)
 

@@ -168,9 +168,10 @@ def test_a_strict_finding_cannot_be_waived(desk: Desk, monkeypatch: pytest.Monke
 def test_a_front_that_is_there_is_asked(desk: Desk) -> None:
     front = Front(says="as said in a test")
     answers = {"accept_licenses": [], "review": {}, "confirm_plan": False}
-    with pytest.raises(InstallError, match="cannot be used: expires") as caught:
+    with pytest.raises(InstallError, match="review-expires: not answered") as caught:
         desk.run(front=front, interactive=True, **answers)
-    assert caught.value.exit_code == ExitCode.USAGE
+    assert caught.value.exit_code == ExitCode.LICENCE
+    assert sum("cannot be used" in question for question in front.questions) == 4, "the day is asked for again"
     assert [request.model.split()[0] for request in front.asked] == ["atoll", "tiny"]
     assert len(front.questions) > 8
     front = Front(says="2999-12-31")
