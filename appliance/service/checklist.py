@@ -1,7 +1,7 @@
 """The checklist: its current state, and running it from the first step that is not green to the last."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from installer.base.timestamps import new_run_id
 from installer.decide.answers import Answers
 from installer.decide.install_options import InstallOptions, ModelChoice, TlsChoice
 from installer.preflight import CHECKS
+from installer.release import config
 
 MAX_REASON = 500
+PORT_CHECK = "port"
 _CHECKS = frozenset(check.id for check in CHECKS)  # checks that an install allows to be waived
 
 
@@ -40,7 +42,9 @@ def show(layout: Layout, answers: Answers | None = None) -> State:
     answers = answers or last_answers(layout)
     busy = lock.holder(layout.checklist / "lock") is not None
     facts = Survey(layout, options_of(answers, layout)).facts if records else None
-    return derive(records, facts, answers, busy=busy)
+    state = derive(records, facts, answers, busy=busy)
+    state.waivers = _holding(state.waivers, layout, answers)
+    return state
 
 
 def run(
@@ -107,11 +111,12 @@ class _Run:
         for other in STEPS[: STEPS.index(wanted[0])]:
             if state.step(other.id).status != "green":
                 raise InstallError(
-                    t("The step '{step}' builds on '{before}', which is not done.", step=wanted[0].id,
-                      before=other.id),
+                    t("The step '{step}' needs the step '{before}', which is not done.", step=wanted[0].title,
+                      before=other.title),
                     exit_code=ExitCode.PREFLIGHT_FAIL,
                     changed=t("Nothing was changed."),
-                    hint=t("Run the missing steps: atoll checklist run"),
+                    hint=t("Run the missing steps: in the screens, key {number}, then Enter; on the command line, "
+                           "atoll checklist run", number=STEPS.index(other) + 1),
                 )
         return wanted
 
@@ -130,7 +135,7 @@ class _Run:
             result = step.run(job)
         except (InstallError, OSError) as error:
             failure = error if isinstance(error, InstallError) else io_error(
-                t("finish the step '{name}'", name=step.id), error)
+                t("finish the step '{name}'", name=step.title), error)
             self._learn(job)
             self._ended(step, "failed", failure.exit_code, failure.message)
             raise failure from error
@@ -146,11 +151,11 @@ class _Run:
         if step.id != "gpu":  # its checks were shown as a preflight
             self.frontend.findings([finding.to_json() for finding in findings])
         stopping = [finding for finding in findings if finding.blocks]
-        if stopping:
-            failure = blocked(step.id, stopping, step.blocked_code)
-            self._ended(step, "failed", failure.exit_code, failure.message, findings)
-            raise failure
         inputs = chain(self._survey().facts, self.answers)[step.id]
+        if stopping:
+            failure = blocked(step.title, stopping, step.blocked_code)
+            self._ended(step, "failed", failure.exit_code, failure.message, findings, inputs=inputs)
+            raise failure
         self._ended(step, "green", 0, "", findings, inputs=inputs, summary=result.summary, next=encode(result.next))
 
     def _ended(
@@ -164,12 +169,21 @@ class _Run:
         """New waivers of the request, each with a name and a reason."""
         known = {name for step in STEPS for name in step.finding_ids()}
         have = derive(self.events.records, None, None, busy=True).waivers
+        over: list[str] = []
         for name, reason in self.answers.waivers.items():
             if name.partition("@")[0] not in known:  # CHECK@MODEL if several models run
                 raise usage_error(t("There is no check called '{name}' to waive.", name=name),
                                   t("Checks are: {names}.", names=", ".join(sorted(known))))  # fmt: skip
-            if name not in have or have[name].reason != reason:
-                self.events.add("waived", finding=name, reason=reason[:MAX_REASON], by=self.by)
+            about, before = _about(name, self.layout, self.answers), have.get(name)
+            elsewhere = before is not None and before.about not in ("", about)
+            if before is None or before.reason != reason or (elsewhere and name in self.request.waived):
+                self.events.add("waived", finding=name, reason=reason[:MAX_REASON], by=self.by,
+                                **({"about": about} if about else {}))
+            elif elsewhere:
+                over.append(name)
+                self.frontend.note(t("The waiver of '{check}' was for {before} and does not hold for {now}.",
+                                     check=name, before=before.about, now=about))  # fmt: skip
+        self.answers = without_waivers(self.answers, over)
 
     def _accepted(self, **facts: Any) -> None:
         self.events.add("accepted", by=self.by, **facts)
@@ -192,12 +206,15 @@ class _Run:
     def _survey(self) -> Survey:
         options = options_of(self.answers, self.layout)
         state = derive(self.events.records, None, None, busy=True)
+        waivers = _holding(state.waivers, self.layout, self.answers)
         options.accept_licenses += [text for text in state.accepted if text not in options.accept_licenses]
-        options.waivers |= {name: waiver.reason for name, waiver in state.waivers.items() if name in _CHECKS}
+        options.waivers |= {name: waiver.reason for name, waiver in waivers.items() if name in _CHECKS}
         return Survey(self.layout, options)
 
     def _state(self, survey: Survey) -> State:
-        return derive(self.events.records, survey.facts, self.answers, busy=False)
+        state = derive(self.events.records, survey.facts, self.answers, busy=False)
+        state.waivers = _holding(state.waivers, self.layout, self.answers)
+        return state
 
 
 def reset(layout: Layout, steps: tuple[str, ...] = (), *, by: str | None = None) -> list[str]:
@@ -254,6 +271,21 @@ def options_of(answers: Answers, layout: Layout) -> InstallOptions:
         start_timeout=answers.start_timeout or START_TIMEOUT,
         tls=TlsChoice(tls.certificate, tls.private_key, tuple(tls.names), tls.wanted) if tls else TlsChoice(),
     )  # fmt: skip
+
+
+def _about(finding: str, layout: Layout, answers: Answers) -> str:
+    """What alone a waiver of this finding holds for: what uses one port says nothing about another."""
+    return str(answers.port or config.standing(layout).port) if finding == PORT_CHECK else ""
+
+
+def without_waivers(answers: Answers, names: Collection[str]) -> Answers:
+    kept = {name: reason for name, reason in answers.waivers.items() if name not in names}
+    return answers.model_copy(update={"waivers": kept})
+
+
+def _holding(waivers: Mapping[str, Waiver], layout: Layout, answers: Answers) -> dict[str, Waiver]:
+    return {name: waiver for name, waiver in waivers.items()
+            if not waiver.about or waiver.about == _about(name, layout, answers)}  # fmt: skip
 
 
 def _waived(finding: Finding, waivers: Mapping[str, Waiver]) -> Finding:

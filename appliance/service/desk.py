@@ -22,6 +22,7 @@ from installer.base.i18n import t
 from installer.base.journal import History, intact
 from installer.base.layout import Layout
 from installer.operate.install import key_was_shown
+from installer.release import config
 from installer.service.log_file import readable, tail
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Desk:
         self.answers = checklist.last_answers(layout)
         self.by = getpass.getuser()
         self.seat: Seat | None = None
+        self._waived: set[str] = set()     # by the operator of this desk
         self.troubles: list[Trouble] = []  # as of the last look
         self.key_is_unseen = False         # the endpoint's key was made while no terminal was there to show it
 
@@ -125,9 +127,25 @@ class Desk:
         })  # fmt: skip
         self.by = f"{by} ({getpass.getuser()})" if by and by != getpass.getuser() else getpass.getuser()
 
+    def standing_port(self) -> int | None:
+        """Where the endpoint listens if the answers name no port; None if the settings cannot be read."""
+        with contextlib.suppress(InstallError, OSError):
+            return config.standing(self.layout).port
+        return None
+
+    def listen(self, port: int | None) -> None:
+        """Set the endpoint's port; None keeps the one that is installed, or the default. A waiver of another port is
+        dropped."""
+        standing, before = self.standing_port(), self.answers.port
+        self.answers = self.answers.model_copy(update={"port": port})
+        if (port or standing) != (before or standing):
+            self.answers = checklist.without_waivers(self.answers, [checklist.PORT_CHECK])
+            self._waived.discard(checklist.PORT_CHECK)
+
     def load(self, path: str) -> None:
         """Raises InstallError (usage) that names what is wrong in the file."""
         self.answers = answers_of.read(_whole(path))
+        self._waived.clear()
 
     def amend(self, **tables: dict[str, Any] | list[Any] | None) -> None:
         """Put values into tables of the answers; None takes one away. Raises InstallError (usage) for a wrong one."""
@@ -217,11 +235,13 @@ class Desk:
 
     def waive(self, finding: str, reason: str) -> None:
         self.answers = self.answers.model_copy(update={"waivers": {**self.answers.waivers, finding: reason}})
+        self._waived.add(finding)
 
     def run(self, step: str, reader: JobReader) -> tuple[dict, dict[str, str]]:
         """Run one step to its end as a job. Returns its result and what it handed over. Raises InstallError."""
         self._may_work()
-        request = RunRequest(answers=answers_of.to_json(self.answers), steps=(step,), by=self.by, interactive=True)
+        request = RunRequest(answers=answers_of.to_json(self.answers), steps=(step,), by=self.by, interactive=True,
+                             waived=tuple(sorted(self._waived)))  # fmt: skip
         return self._learned(lambda: checklist.run(self.layout, request, reader, fresh=True))
 
     def attach(self, job: Job, reader: JobReader) -> tuple[dict, dict[str, str]]:

@@ -14,7 +14,8 @@ Severity = Literal["strict", "block", "warn", "info"]
 
 
 class Waiver(BaseModel):
-    """Who has decided to continue although a finding blocks."""
+    """Who has decided to continue although a finding blocks. `about`: what alone it holds for, such as the port;
+    empty: whatever the finding says."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -22,6 +23,7 @@ class Waiver(BaseModel):
     reason: str
     by: str
     at: str
+    about: str = ""
 
 
 class Finding(BaseModel):
@@ -94,15 +96,15 @@ class StepResult(BaseModel):
 
 
 def blocked(step: str, findings: list[Finding], exit_code: int) -> InstallError:
-    """The error with which a step that has these findings ends."""
+    """The error with which the step of this title ends if it has these findings."""
     first = next((each for each in findings if each.severity == "strict"), findings[0])
     hint = first.fix
     if first.command:
         hint = t("{fix} Command: {command}", fix=first.fix, command=first.command)
     if all(each.severity == "block" for each in findings):
         example = f"--waive {first.id}='reason'"
-        hint = t("{hint} To continue anyway, say why: {example} (recorded in the audit log).", hint=hint,
-                 example=example)
+        hint = t("{hint} To continue anyway, say why: in the screens, F9; on the command line, {example} (recorded in "
+                 "the audit log).", hint=hint, example=example)  # fmt: skip
     found = joined([t("{id}: {observed}", id=each.id, observed=each.observed) for each in findings], "; ")
     return InstallError(
         t("The step '{step}' is blocked: {found}.", step=step, found=found),

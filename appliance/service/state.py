@@ -31,7 +31,7 @@ class StepState:
     status: Status = "open"
     why: str = ""
     at: str | None = None
-    inputs: str = ""                              # hash of the inputs of the last green run
+    inputs: str = ""                              # hash of the inputs of the last run whose findings are known
     findings: list[Finding] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     next: str = ""
@@ -99,7 +99,8 @@ def _take(
 ) -> None:
     match record["event"]:
         case "waived":
-            waivers[record["finding"]] = Waiver(**{k: record[k] for k in ("finding", "reason", "by")}, at=record["at"])
+            waivers[record["finding"]] = Waiver(**{k: record[k] for k in ("finding", "reason", "by")}, at=record["at"],
+                                                about=record.get("about", ""))
         case "accepted":
             accepted.append(record["answer"])
         case "reset":
@@ -120,15 +121,17 @@ def _take(
             state.status, state.at, state.exit_code = record["status"], record["at"], record["exit_code"]
             state.why = decode(record.get("why") or "")
             state.findings = [Finding.of_json(each) for each in record.get("findings", [])]
+            state.inputs = record.get("inputs", "")
             if record["status"] == "green":
-                state.inputs, state.summary = record["inputs"], record["summary"]
+                state.summary = record["summary"]
                 state.next = decode(record.get("next") or "")
 
 
 def _compare(
     states: Mapping[str, StepState], facts: Facts, answers: Answers, steps: Sequence[Step]
 ) -> None:
-    """Mark green steps whose inputs have changed or whose result is gone, and all steps that build on them."""
+    """Mark green steps whose inputs have changed or whose result is gone, and all steps that build on them; also steps
+    whose findings block, once what they were found about has changed."""
     hashes = chain(facts, answers, steps)
     broken = ""
     for step in steps:
@@ -141,8 +144,10 @@ def _compare(
                 state.status, state.why = "stale", t("the step '{step}' before it must run again", step=broken)
             elif state.inputs != hashes[step.id]:
                 state.status, state.why = "stale", t("what it depends on has changed")
+        elif state.status == "failed" and state.inputs not in ("", hashes[step.id]):
+            state.status, state.why, state.findings = "stale", t("what it depends on has changed"), []
         if state.status in ("stale", "open", "interrupted") and not broken:
-            broken = step.id
+            broken = step.title
 
 
 def _plain(finding: Finding) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import errno
 import ipaddress
 import re
 import socket
+from collections.abc import Collection
 
 import psutil
 
@@ -16,6 +17,7 @@ from installer.preflight.record import PreflightContext, Seen, check
 
 _RTF_REJECT = 0x200
 _ANY = ("0.0.0.0", "::", "")  # noqa: S104
+ANOTHER_PORT = t("in the screens, the field Port (key 0); on the command line, --port")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?\Z")
 
 
@@ -72,7 +74,7 @@ def port(context: PreflightContext) -> Seen:
         if error.errno == errno.EADDRNOTAVAIL:  # the check of the address reports it
             return Seen("pass", t("{number} is free", number=number), evidence=evidence, required=required)
         if error.errno != errno.EADDRINUSE:
-            fix = t("Choose another --port (1024 or above needs no privilege).")
+            fix = t("Choose another port (1024 or above needs no privilege): {how}.", how=ANOTHER_PORT)
             return Seen("fail", f"{number}: {error.strerror}", fix, evidence, evidence, required)
     holders = [Owner.of(context.machine, pid) for pid in _listeners(number)]
     if holders and all(_is_ours(context, holder, number) for holder in holders):
@@ -81,7 +83,7 @@ def port(context: PreflightContext) -> Seen:
     named = [holder for holder in holders if not _is_ours(context, holder, number)]
     unit = _socket_unit(number) if any(holder.pid == 1 for holder in named) else ""
     who: Text = t("the unit {unit}", unit=unit) if unit else joined([holder.text for holder in named], "; ")
-    fix = t("Stop it, or choose another --port.")
+    fix = t("Stop it, or choose another port: {how}.", how=ANOTHER_PORT)
     command = f"systemctl disable --now {unit}" if unit else named[0].stop_command if named else evidence
     return Seen("fail", t("{number} is in use by {who}", number=number, who=who or t("a process of another user")), fix,
                 command, evidence, required)  # fmt: skip
@@ -102,14 +104,23 @@ def _socket_unit(number: int) -> str:
     return ""
 
 
+def held_by_others(number: int, ours: Collection[int]) -> bool:
+    """Whether a process that is not one of `ours` listens on this TCP port."""
+    return any(pid not in ours for pid in _pids_at(number))
+
+
 def _listeners(number: int) -> list[int]:
     """Processes that listen on this TCP port; empty if the system does not tell this user."""
+    return sorted(pid for pid in _pids_at(number) if pid)
+
+
+def _pids_at(number: int) -> set[int | None]:
+    """As `_listeners`; None for a process of another user."""
     try:
         connections = psutil.net_connections(kind="tcp")
     except (psutil.Error, OSError):
-        return []
-    listening = [c for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == number]
-    return sorted({c.pid for c in listening if c.pid})
+        return set()
+    return {c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == number}
 
 
 @check(

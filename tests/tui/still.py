@@ -17,6 +17,7 @@ from appliance.service.state import State, StepState
 from appliance.service.steps import STEPS
 from installer.base.i18n import t
 from installer.base.layout import Layout
+from installer.preflight.network import ANOTHER_PORT
 from tui.app import Wizard
 
 GB = 1 << 30
@@ -25,7 +26,7 @@ GPU = GpuDetail(0, "NVIDIA H100 80GB HBM3", 80 * GB, 79 * GB, "9.0", True, 0, Fa
 PORT = made(
     "port", "block", False, t("Port"), observed="8443",
     required=t("port {number} free on {host}", number=8443, host="0.0.0.0"), why=t("The endpoint listens on it."),
-    fix=t("Stop it, or choose another --port."), command="kill 4711",
+    fix=t("Stop it, or choose another port: {how}.", how=ANOTHER_PORT), command="kill 4711",
     evidence="ss -ltnp 'sport = :8443'",
 )  # fmt: skip
 CHECKS = [

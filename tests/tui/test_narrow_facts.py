@@ -61,7 +61,7 @@ async def test_what_changed_marks_the_later_steps_stale(
             app.desk.amend(review={"tiny": {**app.desk.answers.review["tiny"].model_dump(mode="json"),
                                             "reviewer": "Lee"}})  # fmt: skip
         else:
-            app.desk.amend(host="0.0.0.0")
+            app.desk.amend(preset={"workload": "documents"})
         app.look_again()
         begin = STEPS.index(first)
         wanted = dict.fromkeys(STEPS[:begin], "✓") | dict.fromkeys(STEPS[begin:], stale)

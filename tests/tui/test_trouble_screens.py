@@ -39,7 +39,7 @@ def designed() -> list[Trouble]:
     }  # fmt: skip
     ends = {"days_left": 13, "not_after": "2026-12-06", "source": "local"}
     mismatch = CheckRecord("driver", "fail", "driver 470.57", "driver 580", t("The endpoint listens on it."),
-                           t("Stop it, or choose another --port."), "/proc/driver/nvidia/version",
+                           t("Stop other programs."), "/proc/driver/nvidia/version",
                            title=t("Driver's age"), command="apt-get install nvidia-driver-580-server")  # fmt: skip
     absent = replace(mismatch, id="gpu", title=t("GPU on the PCI bus"), evidence="lspci -d 10de:", command="lspci")
     scenes = (

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 from checklist_kit import Desk
+from ports import free_port
 from rich.cells import cell_len
+from textual.widgets import Input
 
 from appliance.service import answers as answers_of
+from appliance.service import checklist
 from tui.app import Wizard
 from tui.dialogs.ask import Ask, Read
 
@@ -32,9 +35,9 @@ async def until(pilot, true, seconds: float = 60.0) -> None:
         await pilot.pause(0.05)
 
 
-def opened(desk: Desk, language: str = "en", **more) -> Wizard:
-    app = Wizard(desk.layout, language, **more)
-    app.desk.answers = answers_of.from_json(desk.answers())
+def opened(desk: Desk, language: str = "en", **answers: object) -> Wizard:
+    app = Wizard(desk.layout, language)
+    app.desk.answers = answers_of.from_json(desk.answers(**answers))
     return app
 
 
@@ -133,6 +136,56 @@ async def test_a_path_that_is_not_there_is_named(desk: Desk) -> None:
         await pilot.pause(0.2)
         assert app.position == 0
         assert "/nowhere" in screen(app)[22]
+
+
+async def test_the_port_is_chosen_at_the_start(desk: Desk) -> None:
+    desk.run("gpu")
+    other = free_port()
+    app = opened(desk, bundle=None, medium=[str(desk.bundle)])
+    app.desk.waive("port", "it ends tonight")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None)
+        assert app.standing.step("gpu").status == "green"
+        await pilot.press("0")
+        await until(pilot, lambda: "Port; empty: 8000" in "\n".join(screen(app)))
+        field = app.body.query_one("#port", Input)
+        assert field.value == str(desk.site.port)
+        field.focus()
+        field.value = "70000"
+        await pilot.press("enter")
+        await until(pilot, lambda: "from 1 to 65535" in screen(app)[22])
+        assert app.position == 0
+        assert app.focused is field
+        field.value = ""
+        await pilot.press(*str(other), "enter")
+        await until(pilot, lambda: app.position == 1 and app.standing.step("gpu").status == "stale")
+        assert app.desk.answers.port == other
+        assert app.desk.answers.waivers == {}
+        await pilot.press("enter")
+        await until(pilot, lambda: app.standing.step("gpu").status == "green" and app.following is None)
+        await pilot.press("0")
+        field.focus()
+        field.value = ""
+        await pilot.press("enter")
+        await until(pilot, lambda: app.position == 1)
+        assert app.desk.answers.port is None
+    assert answers_of.to_json(checklist.last_answers(desk.layout))["port"] == other
+
+
+async def test_the_port_of_an_answers_file_is_taken_unless_another_one_is_typed(desk: Desk, tmp_path: Path) -> None:
+    file = tmp_path / "answers.toml"
+    file.write_text("schema_version = 1\nport = 9443\n")
+    for typed, expected in (("", 9443), ("9444", 9444)):
+        app = opened(desk)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda app=app: app.standing is not None)
+            app.body.query_one("#answers", Input).value = str(file)
+            if typed:
+                app.body.query_one("#port", Input).value = typed
+            app.body.query_one("#answers", Input).focus()
+            await pilot.press("enter")
+            await until(pilot, lambda app=app: app.position == 1)
+            assert app.desk.answers.port == expected
 
 
 async def test_a_terminal_that_is_too_small_says_so_and_comes_back(desk: Desk) -> None:

@@ -46,6 +46,10 @@ Waive = Annotated[
     typer.Option("--waive", metavar="CHECK=REASON", help="Continue although CHECK blocks; name and reason are "
                                                          "recorded."),
 ]
+Port = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (default: as installed, else 8443; under a "
+                                                    "prefix 8000).")
+]
 By = Annotated[str | None, typer.Option("--by", metavar="NAME", help="Who decides (default: this user).")]
 
 app = Commands(help=_HELP, epilog=examples("atoll checklist", "atoll checklist run /media/usb"))
@@ -81,6 +85,7 @@ def run(
     prefix: Prefix = None,
     answers: AnswersFile = None,
     trust_key: TrustKey = None,
+    port: Port = None,
     waive: Waive = None,
     by: By = None,
     only: Annotated[
@@ -94,7 +99,7 @@ def run(
     The work is a separate job: if this terminal is lost, it continues. Ctrl-C cancels it. With --answers nothing is
     asked. Exit code 0: all done; 3: blocked by a check; 20: a licence is not accepted; otherwise that of the step.
     """
-    _run(tuple(only or ()), medium, prefix, answers, trust_key, waive, by, as_json)
+    _run(tuple(only or ()), medium, prefix, answers, trust_key, port, waive, by, as_json)
 
 
 @app.command(epilog=examples("atoll checklist step gpu", "atoll checklist step model --answers answers.toml"))
@@ -105,12 +110,13 @@ def step(
     prefix: Prefix = None,
     answers: AnswersFile = None,
     trust_key: TrustKey = None,
+    port: Port = None,
     waive: Waive = None,
     by: By = None,
     as_json: Json = False,
 ) -> None:
     """Run one step, even if it is done. The steps before it must be done."""
-    _run((name,), medium, prefix, answers, trust_key, waive, by, as_json)
+    _run((name,), medium, prefix, answers, trust_key, port, waive, by, as_json)
 
 
 @app.command(epilog=examples("atoll checklist reset", "atoll checklist reset model"))
@@ -146,19 +152,21 @@ def export(prefix: Prefix = None, as_json: Json = False) -> None:
 
 def _run(
     steps: tuple[str, ...], media: list[Path] | None, prefix: Path | None, file: Path | None,
-    keys: list[Path] | None, waive: list[str] | None, by: str | None, as_json: bool,
+    keys: list[Path] | None, port: int | None, waive: list[str] | None, by: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     with told(as_json):
         given = answers_of.read(file) if file else None
         layout = layout_for(prefix or (given.prefix if given else None))
         answers = _whole_paths(given or checklist.last_answers(layout))
+        waived = read_waivers(waive)
         answers = answers.model_copy(update={
             "medium": [path.expanduser().absolute() for path in media] if media else answers.medium,
             "trust_keys": [path.expanduser().absolute() for path in keys] if keys else answers.trust_keys,
-            "waivers": {**answers.waivers, **read_waivers(waive)},
+            "port": port or answers.port,
+            "waivers": {**answers.waivers, **waived},
         })  # fmt: skip
         request = RunRequest(
-            answers=answers_of.to_json(answers), steps=steps, by=_name(by),
+            answers=answers_of.to_json(answers), steps=steps, by=_name(by), waived=tuple(waived),
             answers_file=str(file.expanduser().absolute()) if file else None,
             interactive=file is None and sys.stdin.isatty(),
         )  # fmt: skip

@@ -25,7 +25,7 @@ class GpuStep(Step):
         return {
             "gpus": [gpu.model_dump() for gpu in machine.gpus], "driver": machine.driver, "form": machine.form,
             "device": answers.device, "models": sorted(model.digest for model in facts.models),
-            "code": facts.engine.version,
+            "code": facts.engine.version, **answers.model_dump(include={"host", "port"}, exclude_none=True),
         }  # fmt: skip
 
     def run(self, job: StepJob) -> StepResult:

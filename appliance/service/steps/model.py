@@ -106,7 +106,8 @@ class ModelStep(Step):
             why=t("Nothing is installed before the licences of the engine and the model are accepted, each by its "
                   "text."),
             changed=t("Nothing was changed."),
-            hint=t("Accept it in the answers file: accept_licenses = [\"{answer}\"]", answer=request.answer),
+            hint=t("Run the step again and accept it (in the screens: Enter at its end), or use the answers file: "
+                   "accept_licenses = [\"{answer}\"]", answer=request.answer),
         )
 
     def _review(self, job: StepJob, model: Model, named: Callable[[str], str]) -> list[Finding]:

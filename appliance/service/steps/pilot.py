@@ -86,14 +86,15 @@ def _signed(signed: Mapping[str, Any] | None) -> Finding:
                     observed=t("{by}, {at}", by=signed["by"], at=signed["at"]))  # fmt: skip
     return made("pilot-signed", "block", False, t("Sign-off"), observed=t("not signed"), required=t("a person's name"),
                 why=t("A person decides on the roll-out, not a program."),
-                fix=t("Read the report, then sign it; or name who signs in [pilot] signed_by."),
+                fix=t("Read the report, then sign it (in the screens: S); or name who signs in [pilot] signed_by."),
                 command="atoll pilot sign --go --by NAME")  # fmt: skip
 
 
 def _unplanned() -> Finding:
     return made("pilot-planned", "block", False, t("Pilot"), observed=t("no stage is planned"),
                 required=t("at least one stage"), why=t("Real users find what no test finds."),
-                fix=t("Plan it in the answers file: [pilot] with [[pilot.stages]], or skip = \"reason\""),
+                fix=t("In the screens, P plans it and L leaves it out; in the answers file, [pilot] with "
+                      "[[pilot.stages]], or skip = \"reason\""),
                 command="atoll pilot plan --example")  # fmt: skip
 
 

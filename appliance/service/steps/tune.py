@@ -137,7 +137,8 @@ def _unconfirmed() -> Finding:
         "tune-confirmed", "block", False, t("Tuning"), observed=t("nobody has agreed to the restarts"),
         required=t("a yes, or a reason to skip it"),
         why=t("Every trial restarts the service and cuts off running requests."),
-        fix=t("Say it in the answers file: [tune] confirm = true, or skip = \"reason\""),
+        fix=t("In the screens, M measures and U skips it; in the answers file, [tune] confirm = true, or "
+              "skip = \"reason\""),
     )  # fmt: skip
 
 

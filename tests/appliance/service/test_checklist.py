@@ -5,8 +5,10 @@ import json
 import os
 import resource
 import signal
+import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,7 @@ def test_each_licence_is_accepted_for_itself(desk: Desk, left_out: int) -> None:
         desk.run(accept_licenses=[accepted[1 - left_out]])
     assert caught.value.exit_code == ExitCode.LICENCE
     assert accepted[left_out].partition("@")[0] in caught.value.hint
+    assert "in the screens" in caught.value.hint
     assert desk.statuses() == statuses(gpu="green", model="failed")
     assert not desk.layout.journal.exists()
     desk.run()
@@ -212,6 +215,47 @@ def test_a_changed_input_makes_the_later_steps_stale(desk: Desk) -> None:
     assert desk.statuses() == ALL_GREEN
 
 
+def test_another_port_is_checked_again(desk: Desk, free_port: Callable[[], int]) -> None:
+    desk.run("gpu", "model")
+    assert desk.statuses() == statuses(gpu="green", model="green")
+    other = good_answers(desk.answers(port=free_port()))
+    stale = checklist.show(desk.layout, other)
+    assert [step.status for step in stale.steps[:2]] == ["stale", "stale"]
+    assert "'GPU and machine'" in stale.step("model").why
+
+
+def test_a_waived_port_is_not_another_port(desk: Desk) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        first, second = (each.getsockname()[1] for each in (one, two))
+        with pytest.raises(InstallError, match=f"{first} is in use") as caught:
+            desk.run("gpu", port=first)
+        assert "F9" in caught.value.hint
+        assert "the field Port" in caught.value.hint
+        assert "'GPU and machine' is blocked" in caught.value.message
+        waived = {"waivers": {"port": "it ends tonight"}}
+        desk.run("gpu", port=first, **waived)
+        assert desk.show().waivers["port"].about == str(first)
+        moved = checklist.show(desk.layout, good_answers(desk.answers(port=second, **waived)))
+        assert moved.step("gpu").status == "stale"
+        assert "port" not in moved.waivers
+        front = Front()
+        with pytest.raises(InstallError, match=f"{second} is in use"):
+            desk.run("gpu", front=front, port=second, **waived)
+        assert any(str(first) in note and str(second) in note for note in front.notes)
+        assert "port" not in checklist.last_answers(desk.layout).waivers
+        again = desk.request("gpu", port=second, **waived).model_copy(update={"waived": ("port",)})
+        checklist.run(desk.layout, again, Front())  # somebody has said it of this port
+        assert desk.show().waivers["port"].about == str(second)
+
+
+def test_a_check_that_failed_about_another_port_is_stale(desk: Desk, free_port: Callable[[], int]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, pytest.raises(InstallError, match="is in use"):
+        desk.run("gpu", port=one.getsockname()[1])
+    assert desk.statuses()["gpu"] == "failed"
+    gpu = checklist.show(desk.layout, good_answers(desk.answers(port=free_port()))).step("gpu")
+    assert (gpu.status, gpu.findings) == ("stale", [])
+
+
 def test_what_was_uninstalled_is_no_longer_green(desk: Desk) -> None:
     from installer.operate.uninstall import uninstall
 
@@ -235,9 +279,10 @@ def test_without_its_medium_the_checklist_stays_as_it_is(desk: Desk, tmp_path: P
 
 
 def test_a_step_waits_for_those_before_it(desk: Desk) -> None:
-    with pytest.raises(InstallError, match="builds on 'gpu'") as caught:
+    with pytest.raises(InstallError, match="'Install' needs the step 'GPU and machine'") as caught:
         desk.run("install")
     assert caught.value.exit_code == ExitCode.PREFLIGHT_FAIL
+    assert "key 1" in caught.value.hint
     with pytest.raises(InstallError, match="no step called tuning") as caught:
         desk.run("tuning")
     assert caught.value.exit_code == ExitCode.USAGE
