@@ -18,6 +18,8 @@ from textual.widgets import Input
 
 from appliance.service import answers as answers_of
 from appliance.service import checklist
+from appliance.service.state import State, StepState
+from appliance.service.steps import STEPS
 from tui.app import Wizard
 from tui.dialogs.ask import Ask, Read
 
@@ -186,6 +188,17 @@ async def test_the_port_of_an_answers_file_is_taken_unless_another_one_is_typed(
             await pilot.press("enter")
             await until(pilot, lambda app=app: app.position == 1)
             assert app.desk.answers.port == expected
+
+
+async def test_a_complete_checklist_leads_to_the_dashboard(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = State([StepState(step.id, step.title, "green") for step in STEPS], {}, [])
+    monkeypatch.setattr(type(Wizard(desk.layout, "en").desk), "state", lambda self: done)
+    app = opened(desk)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None and app.position == len(STEPS))
+        await until(pilot, lambda: "7 opens the dashboard" in screen(app)[22] and "7 Dashboard" in screen(app)[23])
+        await pilot.press("7")
+        await until(pilot, lambda: app.screen is not app.checklist)
 
 
 async def test_a_terminal_that_is_too_small_says_so_and_comes_back(desk: Desk) -> None:

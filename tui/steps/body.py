@@ -17,6 +17,7 @@ from tui.frame.front import Forward, Key, Told
 from tui.parts.findings import Detail, Findings, meaning_of, trouble_of
 from tui.parts.work import Work
 
+COMPLETE = t("The checklist is complete. 7 opens the dashboard; so does `atoll top`.")
 WATCHING = t("You only watch. F11 asks the other operator to let you work here.")
 
 
@@ -29,7 +30,7 @@ class Body(Told, Vertical):
     STEP: ClassVar[str] = ""
     LEAD: ClassVar[str] = ""
     HELP: ClassVar[str] = ""
-    LOOKS: ClassVar[frozenset[str]] = frozenset({"app.focus_next"})
+    LOOKS: ClassVar[frozenset[str]] = frozenset({"app.focus_next", "app.dashboard"})
 
     class Changed(Message):
         """What Enter and the other keys do may have changed."""
@@ -190,12 +191,13 @@ class StepBody(Body):
             return Forward("", t("Another step is running."))
         if state is None:
             return Forward("", t("Reading the current state ..."))
-        if state.status == "green":
-            last = self.front.standing is not None and self.front.position >= len(self.front.standing.steps)
-            return Forward("", t("The checklist is complete.")) if last else Forward(t("Next"))
+        missing = self.missing()
+        if state.status == "green" and not self._is_last():
+            return Forward(t("Next"))
+        if state.status == "green" and missing is None:
+            return Forward("", COMPLETE)
         if self.front.watched is not None:
             return Forward("", WATCHING)
-        missing = self.missing()
         if missing is not None and self.front.standing is not None:
             number = self.front.standing.steps.index(missing) + 1
             return Forward("", t("Step {number} comes first ({title}). Its key is {number}.", number=number,
@@ -205,6 +207,10 @@ class StepBody(Body):
             return Forward("", self._in_the_way(blocking))
         again = state.status in ("stale", "interrupted") and state.why
         return Forward(self.run_words(), joined([STATUS_WORDS[state.status], state.why], ": ") if again else "")
+
+    def _is_last(self) -> bool:
+        standing = self.front.standing
+        return standing is not None and self.front.position >= len(standing.steps)
 
     def run_words(self) -> str:
         return t("Run this step")
@@ -231,4 +237,6 @@ class StepBody(Body):
         waivable = chosen is not None and chosen.blocks and chosen.severity == "block"
         waive = [Key("F9", t("Waive"), "app.waive")] if waivable else []
         ran = self.state is not None and self.state.status != "open"
-        return [*waive, *([Key("F5", t("Again"), "app.again")] if ran else [])]
+        complete = self._is_last() and self.state is not None and self.state.status == "green" and not self.missing()
+        watch = [Key("7", t("Dashboard"), "app.dashboard")] if complete else []
+        return [*watch, *waive, *([Key("F5", t("Again"), "app.again")] if ran else [])]

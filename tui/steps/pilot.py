@@ -45,7 +45,7 @@ class PilotBody(StepBody):
         letter("k", "costs"), letter("l", "leave_out"),
     ]  # fmt: skip
 
-    LOOKS: ClassVar = frozenset({"costs"})
+    LOOKS: ClassVar = frozenset({"costs", "app.dashboard"})
 
     board: "PilotBoard | None" = None
     problem: InstallError | None = None

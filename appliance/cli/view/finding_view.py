@@ -49,8 +49,7 @@ def print_state(state: State, layout: Layout, console: Console) -> None:
         for number, step in enumerate(state.steps, start=1):
             _print_step(number, step, console)
         first = state.first
-        done = next((step.next for step in reversed(state.steps) if step.next), "")
-        text = done or t("The checklist is complete.")
+        text = t("The checklist is complete. The dashboard: {command}", command=f"atoll top{layout.prefix_option}")
         if first is not None:
             text = t("Next: {command}", command=f"atoll checklist run{layout.prefix_option}")
         console.print(f"\n{spoken(text)}", markup=False)
