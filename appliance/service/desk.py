@@ -97,7 +97,7 @@ class Desk:
         """The cause behind an error that work ended with; None if the error says it all."""
         from appliance.service.trouble import Scene, of_error
 
-        return of_error(error, Scene(self.layout.prefix_option))
+        return of_error(error, Scene(self.layout.prefix_option, port=self.answers.port or self.standing_port()))
 
     def log_tail(self) -> list[str]:
         """The last lines of the service's log, for people."""

@@ -25,12 +25,15 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+PORT_IN_USE = "port-in-use"   # by a program that is not ours: it answers in the place of the service
+
+
 class InstallError(Exception):
     """An error for operators.
 
     `message` says what happened, `why` the likely cause, `changed` what was and was not touched, `hint` what to do
     next; `log_tail` holds the last lines of the service's log if they explain it. `error_id` is for programs: the id of
-    the engine's error (engine/errors.py), if one ended the service.
+    the engine's error (engine/errors.py), if one ended the service, or PORT_IN_USE.
     """
 
     def __init__(

@@ -59,6 +59,7 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
             hint=t("Read {log_hint}, then run the same command again: it continues from here.",
                    log_hint=layout.log_hint),
             log_tail=cause.log_tail,
+            error_id=cause.error_id,
         )
     if opened.get("kind") == "tune" and opened["was_running"]:
         done = t("The settings from before the tuning apply again, and the service serves.")

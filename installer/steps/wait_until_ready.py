@@ -1,14 +1,16 @@
 """Wait for a service that is starting, with its last log line as progress."""
 
+import contextlib
 import signal
 import time
 from collections.abc import Collection
 
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import PORT_IN_USE, ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.decide.frontend import Frontend
-from installer.release.config import Endpoint
+from installer.preflight.network import held_by_others
+from installer.release.config import Endpoint, standing
 from installer.service import drain_state
 from installer.service.log_file import error_id, readable
 from installer.service.manager import ServiceManager
@@ -67,10 +69,18 @@ def unhealthy(service: ServiceManager, layout: Layout, message: str) -> InstallE
     """The error for a service that does not serve, with the end of its log."""
     lines = service.log_tail(20)
     killed = "killed" if service.state().last_exit == -signal.SIGKILL else ""
+    in_use = PORT_IN_USE if _port_is_taken(service, layout) else ""
     return InstallError(
         message,
         exit_code=ExitCode.UNHEALTHY,
         hint=t("The log says why: {log_hint}", log_hint=layout.log_hint),
         log_tail=[part for line in lines for part in readable(line).splitlines()],
-        error_id=error_id(lines) or killed,
+        error_id=in_use or error_id(lines) or killed,
     )
+
+
+def _port_is_taken(service: ServiceManager, layout: Layout) -> bool:
+    """Whether another program listens where the service should: what answered then was not the service."""
+    with contextlib.suppress(InstallError, OSError):
+        return held_by_others(standing(layout).port, service.pids())
+    return False

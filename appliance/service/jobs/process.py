@@ -68,7 +68,7 @@ def _locked(fd: int) -> bool:
 
 def failed(error: InstallError) -> dict[str, Any]:
     """An error as a job's end, its texts with their ids."""
-    names = ("message", "exit_code", "why", "changed", "hint", "log_tail")
+    names = ("message", "exit_code", "why", "changed", "hint", "log_tail", "error_id")
     return {"exit_code": error.exit_code, "error": encode({name: getattr(error, name) for name in names})}
 
 

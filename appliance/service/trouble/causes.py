@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 
 from appliance.service.trouble.record import Action, Scene
+from installer.base.errors import PORT_IN_USE
 from installer.base.i18n import Text, joined, t
 
 _MEMORY = re.compile(r"out of memory|GPU memory|memory (?:of the GPU )?is (?:in use|taken)|does not fit", re.IGNORECASE)
@@ -20,10 +21,11 @@ def of_log(scene: Scene) -> tuple[str, tuple[Action, ...]]:
     """The likely cause, and what to do about it; the service's own words where nothing else is known."""
     log = "\n".join(scene.log_tail)
     start = f"atoll start{scene.where}"
-    if _MEMORY.search(log):
+    found, in_use = _PORT.search(log), scene.error_id == PORT_IN_USE
+    if _MEMORY.search(log) and not in_use:
         return _memory(scene, start)
-    if found := _PORT.search(log):
-        port = found[2] or "PORT"
+    if found or in_use:
+        port = (found and found[2]) or scene.port or "PORT"
         return t("Another program listens on the port of the endpoint."), (
             Action(t("See which"), f"ss -ltnp 'sport = :{port}'"), Action(t("Stop it, then start the service"), start),
         )  # fmt: skip

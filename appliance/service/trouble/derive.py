@@ -178,7 +178,8 @@ def of_error(error: InstallError, scene: Scene | None = None) -> Trouble | None:
         return disk_full(error.message, "/")
     if error.exit_code in (ExitCode.UNHEALTHY, ExitCode.ROLLBACK_FAILED):
         told = Scene(where=where, holders=scene.holders if scene else (),
-                     log_tail=tuple(error.log_tail) or (scene.log_tail if scene else ()))  # fmt: skip
+                     log_tail=tuple(error.log_tail) or (scene.log_tail if scene else ()),
+                     error_id=error.error_id, port=scene.port if scene else None)  # fmt: skip
         cause, actions = causes.of_log(told)
         hint = (Action(error.hint),) if error.hint else ()
         return Trouble(

@@ -56,7 +56,8 @@ class Holder:
 @dataclass(frozen=True, slots=True)
 class Scene:
     """Everything that troubles are derived from. `status` is None where nothing is installed; `gpu` holds the preflight
-    records about the GPU that did not pass; `media` the places that the answers name and that are not there."""
+    records about the GPU that did not pass; `media` the places that the answers name and that are not there. `error_id`
+    is that of the error that ended the work, `port` the endpoint's."""
 
     where: str                                   # " --prefix DIR", or empty on a server
     log: Path | None = None
@@ -65,3 +66,5 @@ class Scene:
     holders: tuple[Holder, ...] = ()
     media: tuple[Path, ...] = ()
     log_tail: tuple[str, ...] = ()
+    error_id: str = ""
+    port: int | None = None

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from checklist_kit import Desk
 
 from appliance.service.trouble import Scene, derive, gather, of_error, troubles
 from appliance.service.trouble.record import Holder
-from installer.base.errors import ExitCode, InstallError
+from installer.base.errors import PORT_IN_USE, ExitCode, InstallError
 from installer.base.layout import Layout
 from installer.gpu import Gpu, GpuFacts, GpuProcess
 from installer.preflight.machine import Machine
@@ -153,6 +154,18 @@ def test_errors_of_work_get_a_screen_where_it_helps() -> None:
     assert ended is not None
     assert (ended.id, ended.unchanged) == ("engine-failed", "1.0 was put back.")
     assert "port" in ended.cause
+
+
+def test_another_program_that_answers_on_the_port_is_named(desk: Desk) -> None:
+    """The service could not listen, and left no message: nothing has killed it."""
+    desk.run("gpu", "model")
+    with socket.create_server(("127.0.0.1", desk.site.port)), pytest.raises(InstallError) as caught:
+        desk.run("install", waivers={"port": "it ends tonight"}, start_timeout=5.0)
+    assert caught.value.error_id == PORT_IN_USE  # the install is a job
+    told = of_error(caught.value, Scene("", port=desk.site.port))
+    assert told is not None
+    assert "Another program listens on the port" in told.cause
+    assert told.actions[0].command == f"ss -ltnp 'sport = :{desk.site.port}'"
 
 
 def test_a_real_service_that_was_killed_is_told(desk: Desk) -> None:
