@@ -146,8 +146,14 @@ async def test_the_port_is_chosen_at_the_start(desk: Desk) -> None:
     app = opened(desk, bundle=None, medium=[str(desk.bundle)])
     app.desk.waive("port", "it ends tonight")
     async with app.run_test(size=(80, 24)) as pilot:
+
+        async def opens(position: int) -> None:
+            """Before that, keys still go to the fields of the step before."""
+            await until(pilot, lambda: app.body is app.checklist.pane.bodies.get(position))
+
         await until(pilot, lambda: app.standing is not None)
         assert app.standing.step("gpu").status == "green"
+        await opens(2)
         await pilot.press("0")
         await until(pilot, lambda: "Port; empty: 8000" in "\n".join(screen(app)))
         field = app.body.query_one("#port", Input)
@@ -163,9 +169,11 @@ async def test_the_port_is_chosen_at_the_start(desk: Desk) -> None:
         await until(pilot, lambda: app.position == 1 and app.standing.step("gpu").status == "stale")
         assert app.desk.answers.port == other
         assert app.desk.answers.waivers == {}
+        await opens(1)
         await pilot.press("enter")
         await until(pilot, lambda: app.standing.step("gpu").status == "green" and app.following is None)
         await pilot.press("0")
+        await opens(0)
         field.focus()
         field.value = ""
         await pilot.press("enter")
