@@ -113,17 +113,21 @@ async def test_wrong_paths_and_files_are_named(empty: Wizard, tmp_path: Path) ->
         assert widths(empty) == {120}
 
 
-async def test_letters_work_with_the_korean_keyboard_on(empty: Wizard) -> None:
+@pytest.mark.parametrize(("goals", "costs", "plan"), [("ㅎ", "ㅏ", "ㅔ"), ("G", "K", "P")], ids=["korean", "capitals"])
+async def test_letters_work_with_the_korean_keyboard_and_with_caps_lock(
+    empty: Wizard, goals: str, costs: str, plan: str
+) -> None:
+    """The key bar writes them as capitals."""
     async with empty.run_test(size=(80, 24)) as pilot:
         await ready(empty, pilot)
         await opened(empty, pilot, 5)
-        await pilot.press("ㅎ")
+        await pilot.press(goals)
         await until(pilot, lambda: isinstance(empty.screen, Form))
         await pilot.press("escape")
         await opened(empty, pilot, 6)
-        await pilot.press("ㅏ")
+        await pilot.press(costs)
         await until(pilot, lambda: "an hour" in seen(empty))
-        await pilot.press("ㅔ")
+        await pilot.press(plan)
         await until(pilot, lambda: isinstance(empty.screen, Pick))
 
 
@@ -183,21 +187,6 @@ async def test_colours_are_no_key_of_a_terminal_that_has_only_its_own(tmp_path: 
         assert "F4" not in rows(app)[-1]
         await pilot.press("f4")
         await until(pilot, lambda: "only its own 16 colours" in seen(app))
-
-
-async def test_letters_work_as_the_key_bar_writes_them(empty: Wizard) -> None:
-    """With Caps Lock on."""
-    async with empty.run_test(size=(80, 24)) as pilot:
-        await ready(empty, pilot)
-        await opened(empty, pilot, 5)
-        await pilot.press("G")
-        await until(pilot, lambda: isinstance(empty.screen, Form))
-        await pilot.press("escape")
-        await opened(empty, pilot, 6)
-        await pilot.press("K")
-        await until(pilot, lambda: "an hour" in seen(empty))
-        await pilot.press("P")
-        await until(pilot, lambda: isinstance(empty.screen, Pick))
 
 
 async def test_targets_are_numbers(empty: Wizard) -> None:

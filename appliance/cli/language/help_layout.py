@@ -29,7 +29,7 @@ _VALUES = {
 
 class HelpLayout(typer.Context.formatter_class):
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
-        """As everybody writes it: typer puts braces around what must be given."""
+        """`Usage: atoll models add [OPTIONS] NAME`. typer would write `{NAME}`."""
         super().write_usage(prog, _BRACES.sub(r"\1", args), spoken(t("Usage: ")) if prefix is None else prefix)
 
     def write_text(self, text: str) -> None:

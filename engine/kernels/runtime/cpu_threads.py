@@ -7,9 +7,11 @@ and only its large packed GEMMs use the others. Two halves of a larger step run 
 
 This sets the number in OpenMP itself, where it belongs to the calling thread. `torch.set_num_threads` is for the whole
 process, and threads that start computing during the call can see a half-built pool ("Invalid thread pool!", torch
-2.13). MKL follows OpenMP's number until somebody gives it one of its own, as `torch.set_num_threads` and
-MKL_NUM_THREADS do; so it is told, too. Otherwise a small step's products would wake other threads, and their last bits
-would depend on how many threads a step has.
+2.13).
+
+MKL follows OpenMP's number only until `torch.set_num_threads` or MKL_NUM_THREADS gives MKL a number of its own. So the
+number is set in MKL, too. Otherwise the products of a small step would wake other threads, and their last bits would
+change with the batch.
 """
 
 import ctypes

@@ -250,7 +250,7 @@ def test_lone_surrogates_are_refused(smol_tokenizer: TextTokenizer, text: str) -
 @pytest.mark.parametrize("piece", ["a", " ", "\n", "ab ", "<|im_end|>", "<", "가", "<|im_end", "\ufdd0", "e\u0301"])
 def test_time_grows_with_length_not_with_its_square(smol_tokenizer: TextTokenizer, piece: str) -> None:
     def seconds(count: int) -> float:
-        """Of the CPU: other processes may hold it."""
+        """CPU time, so that a busy machine does not count."""
         text = piece * (count // len(piece))
         started = time.process_time()
         encode_chat(smol_tokenizer, [{"role": "user", "content": text}])
