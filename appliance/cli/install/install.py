@@ -32,7 +32,8 @@ Port = Annotated[
                                                     "prefix 8000).")
 ]
 Host = Annotated[
-    str | None, typer.Option(help="Address to listen on (default: as installed, else 0.0.0.0; under a prefix "
+    str | None, typer.Option(metavar="ADDRESS",
+                             help="Address to listen on (default: as installed, else 0.0.0.0; under a prefix "
                                   "127.0.0.1).")
 ]
 Waive = Annotated[
@@ -77,7 +78,9 @@ Yes = Annotated[
 StartTimeout = Annotated[
     float | None, typer.Option(min=1, help="Seconds until the service must be ready (900).")
 ]
-Device = Annotated[str | None, typer.Option(help="Device for the models: auto, cuda or cpu (auto).")]
+Device = Annotated[
+    str | None, typer.Option(metavar="auto|cuda|cpu", help="Device for the models: auto, cuda or cpu (auto).")
+]
 Remove = Annotated[
     list[str] | None, typer.Option("--remove", metavar="NAME", help="Remove this model; the others keep running.")
 ]

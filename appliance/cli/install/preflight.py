@@ -55,7 +55,9 @@ def preflight(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (as installed, else the default).")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (as installed, else the default).")] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (as installed, else the default).")
+    ] = None,
     trust_key: Annotated[
         list[Path] | None, typer.Option("--trust-key", metavar="PUB", help="The vendor's public key.")
     ] = None,
