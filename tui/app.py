@@ -129,6 +129,7 @@ class Wizard(App[None]):
     @work(thread=True, exclusive=True, group="look", exit_on_error=False)
     def _look(self, first: bool) -> None:
         """Read the state. The first time, open the step where work continues, and attach to a running job."""
+        signature = self.desk.signature()  # before it: what changes meanwhile is then looked at once more
         try:
             state, trouble = self.desk.state(), None
         except InstallError as error:
@@ -136,10 +137,12 @@ class Wizard(App[None]):
         machine = self.machine or self.desk.machine()
         if first:
             self.desk.look_for_trouble()
-        self._signature = self.desk.signature()
-        self.call_from_thread(self._looked, state, trouble, machine, first)
+        self.call_from_thread(self._looked, state, signature, trouble, machine, first)
 
-    def _looked(self, state: State | None, trouble: InstallError | None, machine: MachineFacts, first: bool) -> None:
+    def _looked(
+        self, state: State | None, signature: object, trouble: InstallError | None, machine: MachineFacts, first: bool
+    ) -> None:
+        self._signature = signature
         self.machine, self.trouble = machine, trouble or self.trouble
         self.watched = self.desk.somebody_else()
         self.standing = state or self.standing

@@ -18,6 +18,7 @@ from textual.widgets import Input
 
 from appliance.service import answers as answers_of
 from appliance.service import checklist
+from appliance.service.facts import MachineFacts
 from appliance.service.state import State, StepState
 from appliance.service.steps import STEPS
 from tui.app import Wizard
@@ -72,6 +73,22 @@ async def test_enter_leads_from_nothing_to_a_service(desk: Desk) -> None:
         steps = {each.id: each.status for each in app.standing.steps}
         await until(pilot, lambda: isinstance(app.screen, Read))  # the key
     assert steps["install"] == "green"
+
+
+async def test_what_changes_while_the_state_is_read_is_seen(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = opened(desk)
+    machine = app.desk.machine
+
+    def meanwhile() -> MachineFacts:
+        """Read after the state: another terminal's run begins and ends between the two."""
+        monkeypatch.setattr(app.desk, "machine", machine)
+        desk.run("gpu")
+        return machine()
+
+    monkeypatch.setattr(app.desk, "machine", meanwhile)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None)
+        await until(pilot, lambda: app.standing.step("gpu").status == "green", seconds=20)
 
 
 async def test_a_licence_is_accepted_only_at_its_end_and_by_name(desk: Desk) -> None:

@@ -43,7 +43,7 @@ def until(server: RunningServer, true: Callable[[list[ActiveRow]], bool]) -> lis
 def test_who_runs_and_who_waits(server: RunningServer) -> None:
     first = ask(server, "alice", "the-first", 400, prompt=MARKER)
     until(server, lambda rows: bool(rows) and rows[0].output_tokens > 3)
-    second = ask(server, "bob", "the-second", 20, prompt=MARKER, n=2)
+    second = ask(server, "bob", "the-second", 400, prompt=MARKER, n=2)
     rows = until(server, lambda rows: len(rows) == 3)
     assert [(row.request_id, row.key, row.state, row.model) for row in rows] == [
         ("the-first", "alice", "running", "tiny"), ("the-second", "bob", "waiting", "tiny"),
