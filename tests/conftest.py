@@ -36,6 +36,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine does; trans
 # that compare answers alone and in a batch need the instructions below it; `make test-cpus` runs others with AMX.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+_HTTP_SECONDS = 60.0
+
 # What is imported stays until the end: nothing of it is traversed for garbage, neither meanwhile nor later.
 gc.disable()
 
@@ -44,6 +46,8 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    if (httpx := sys.modules.get("httpx")) is not None:  # five seconds may be too few on a busy machine
+        httpx.get.__kwdefaults__["timeout"].read = _HTTP_SECONDS
     if (transports := sys.modules.get("httpx._transports.default")) is not None:
         transports.create_ssl_context = _sharing_the_default(transports.create_ssl_context)
 
