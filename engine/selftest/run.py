@@ -33,7 +33,7 @@ EVERY = [
 _REASON = 400  # characters of an error that are shown
 
 
-def run(tally: Tally) -> int:
+def run(tally: Tally, *, with_rates: bool = True) -> int:
     """The whole self-test on this machine's GPU. Returns the exit code."""
     opening = early.open_gpu()
     if opening is not None:
@@ -46,7 +46,8 @@ def run(tally: Tally) -> int:
     tally.watch.lap("gpu")
     if isinstance(found, int):
         return found
-    return run_checks(tally, found.device, torch.bfloat16, with_fp8=found.fp8, meanwhile=lambda: measure(tally, found))
+    meanwhile = (lambda: measure(tally, found)) if with_rates else None
+    return run_checks(tally, found.device, torch.bfloat16, with_fp8=found.fp8, meanwhile=meanwhile)
 
 
 def run_checks(

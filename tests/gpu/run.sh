@@ -86,10 +86,11 @@ if [ "$what" = sanitize ]; then
     # Without torch's cache of memory, so that each tensor has an end that a kernel can be seen to cross.
     sanitized() {
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$@" --error-exitcode 3 --print-limit 20 \
-            python3 -m engine.selftest --in-process
+            python3 -m engine.selftest --in-process --no-rates
     }
     sanitized memcheck
-    # Our kernels alone, whose names all end so: with the library's it had not come to the first check after 150 s.
+    # Our kernels alone, whose names all end so: with the library's it had not come to the first check after 150 s. The
+    # GPU's speed is not measured: racecheck of CUDA 13.0 fails in the library's product, which that multiplies with.
     sanitized racecheck --kernel-name kns=_kernel --kernel-name-exclude kns=native
     exit
 fi

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from engine.kernels.gemm import small_batch
-from engine.kernels.gemm.packed import block_gemv, block_library, block_wgmma
+from engine.kernels.gemm.packed import block_few_rows, block_gemv, block_library, block_wgmma
 from engine.kernels.gemm.packed.group_scaled import GroupScaled
 from engine.kernels.gemm.packed.weight import dequantize
 from engine.layers.gemm_inputs import UnnormedRows
@@ -136,6 +136,58 @@ def test_rows_that_stand_apart_and_the_same_result_each_time() -> None:
     assert off(first, (part.float() * x_scale.view(-1, 1)) @ weight.T) < LIMIT
     for _ in range(20):
         assert torch.equal(block_wgmma.gemm(part, x_scale, values, ratio, dtype=BF16), first)
+
+
+@HOPPER
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(
+    ("outputs", "inner"), [(128, 128), (128, 1024), (1152, 512), (5120, 6144), (16384, 2048), (34816, 512)]
+)
+@torch.inference_mode()
+def test_few_rows(outputs: int, inner: int, dtype: torch.dtype) -> None:
+    """One tile, few tiles cut into equal parts, tiles cut anywhere, and a whole tile for each program."""
+    torch.manual_seed(0)
+    values, scale, weight = in_blocks(outputs, inner)
+    grouped = GroupScaled(values, scale, 128, 128, 0)
+    assert block_few_rows.fits(grouped)
+    bias = torch.randn(outputs, device=DEVICE, dtype=dtype)
+    for rows in (1, 8, 9, 31, 64, 65, 128):
+        whole, x_scale = quantize_rows(torch.randn(rows, inner + 256, device=DEVICE, dtype=dtype))
+        x = whole[:, 128:-128]
+        for added in (None, bias):
+            found = block_few_rows.gemm(x, x_scale, grouped, added, dtype=dtype)
+            due = widened(x, x_scale, torch.float32) @ weight.T
+            assert off(found, due if added is None else due + added.float()) < LIMIT, rows
+            for _ in range(10):
+                assert torch.equal(block_few_rows.gemm(x, x_scale, grouped, added, dtype=dtype), found), rows
+
+
+@HOPPER
+@torch.inference_mode()
+def test_few_rows_that_start_before_their_predecessor_ends() -> None:
+    """Each product's kernel begins to read while the one before it still runs."""
+    torch.manual_seed(0)
+    chain = []
+    for outputs, inner in [(1152, 512), (5120, 6144), (16384, 2048), (128, 1024)] * 4:
+        values, scale, _ = in_blocks(outputs, inner)
+        x = quantize_rows(torch.randn(33, inner, device=DEVICE, dtype=BF16))
+        chain.append((*x, GroupScaled(values, scale, 128, 128, 0)))
+
+    def products() -> list[torch.Tensor]:
+        return [block_few_rows.gemm(*each, dtype=BF16) for each in chain]
+
+    due = []
+    for each in chain:
+        due.append(block_few_rows.gemm(*each, dtype=BF16))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = products()
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip(found, due, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(products(), due, strict=True))
 
 
 @HOPPER

@@ -13,6 +13,7 @@ _MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
 _CAPTURE_RELAXED = 2           # CU_STREAM_CAPTURE_MODE_RELAXED
+_EARLY_SCRATCH = 1 << 18       # bytes: 256 for each program, of which there is one on a multiprocessor
 _SLOTS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
@@ -43,6 +44,7 @@ class Variant:
         # Two hidden parameters come last: global and profile scratch.
         self._hidden = [ctypes.c_uint64(0), ctypes.c_uint64(0)]
         self._scratch = code.scratch
+        self._early = pdl
         every = [*self._slots, *self._hidden]
         self._argv = (ctypes.c_void_p * len(every))(*[ctypes.addressof(s) for s in every])
         self._config = _LaunchConfig(block=(ctypes.c_uint * 3)(32 * code.num_warps, 1, 1), shared=code.shared)
@@ -67,14 +69,34 @@ class Variant:
         config.grid[0] = grid[0]
         config.grid[1] = grid[1] if len(grid) > 1 else 1
         config.grid[2] = grid[2] if len(grid) > 2 else 1
-        if self._scratch:  # freed at once: what gets this memory next runs after this kernel, on the same stream
-            programs = config.grid[0] * config.grid[1] * config.grid[2]
-            scratch = torch.empty(programs * self._scratch, dtype=torch.uint8, device=self._device)
+        if self._scratch:
+            size = self._scratch * config.grid[0] * config.grid[1] * config.grid[2]
+            if self._early:
+                scratch = _early_scratch(self._device, size)
+            else:  # freed at once: what gets this memory next runs after this kernel, on the same stream
+                scratch = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._hidden[0].value = scratch.data_ptr()
         config.stream = torch._C._cuda_getCurrentRawStream(self._device)
         result = self._launch(self._config_ref, self._function, self._argv, None)
         if result:
             check(result, self.name)
+
+
+_early_scratches: dict[int, list[torch.Tensor]] = {}
+
+
+def _early_scratch(device: int, size: int) -> torch.Tensor:
+    """Memory for a kernel that writes to it before its predecessor has ended, so nothing else may ever use it.
+
+    Two such kernels may overlap, but not three, if they call `wait_in_order`: so they take turns with two pieces.
+    """
+    if size > _EARLY_SCRATCH:
+        raise KernelError(f"{size} bytes of scratch memory for a kernel that starts early, which has {_EARLY_SCRATCH}")
+    if device not in _early_scratches:
+        _early_scratches[device] = [torch.empty(_EARLY_SCRATCH, dtype=torch.uint8, device=device) for _ in range(2)]
+    turns = _early_scratches[device]
+    turns.reverse()
+    return turns[0]
 
 
 def load_function(code: MachineCode, name: str) -> ctypes.c_void_p:

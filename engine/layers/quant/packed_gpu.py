@@ -3,7 +3,7 @@
     rows                          int4, scales for groups of 128                fp8, scales for blocks of 128 x 128
     a few (`vector_rows`)         int4_gemv: x in 16 bits, fused with what      small_batch.gemv, likewise; one row
                                   surrounds it                                  of gate and up on Hopper: block_gemv
-    up to 48, up to 128           group_scaled: x in fp8                        the same
+    up to 48, up to 128           group_scaled: x in fp8                        the same; on Hopper block_few_rows
     more                          the library, block by block: x in fp8; W      the same
                                   as e4m3 numbers, made for the product or
                                   kept as a second copy
@@ -161,10 +161,12 @@ def _on_rows(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _on_fp8_rows(layer: Any, x: QuantizedRows) -> torch.Tensor:
-    from engine.kernels.gemm.packed import block_library, block_wgmma, group_scaled
+    from engine.kernels.gemm.packed import block_few_rows, block_library, block_wgmma, group_scaled
 
     pieces: PackedParts = layer.packed
     weight, rows = pieces.grouped, x.values.shape[0]
+    if rows <= block_few_rows.MOST_ROWS and block_few_rows.fits(weight):
+        return block_few_rows.gemm(x.values, x.scale, weight, layer.bias, dtype=x.dtype)
     if pieces.ratios is not None and block_wgmma.wins(rows, weight):
         return block_wgmma.gemm(x.values, x.scale, weight.values, pieces.ratios, layer.bias, dtype=x.dtype)
     if pieces.library_scale is None or rows <= _most_rows_of_kernel(pieces):

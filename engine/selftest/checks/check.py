@@ -41,6 +41,7 @@ class Side:
     packed: ModuleType = packed_reference
     int4: ModuleType = packed_reference
     grouped: ModuleType = packed_reference
+    blocks: ModuleType = packed_reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
     numbers: list[torch.Tensor] = field(default_factory=list)
@@ -95,7 +96,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.attention import heads as attention_heads
     from engine.kernels.attention import shared_prefix
     from engine.kernels.gemm import small_batch
-    from engine.kernels.gemm.packed import group_scaled, int4_gemv, matmul
+    from engine.kernels.gemm.packed import block_few_rows, group_scaled, int4_gemv, matmul
     from engine.kernels.moe import experts as moe_experts
     from engine.kernels.pointwise import fused as pointwise_fused
     from engine.kernels.pointwise import inputs as pointwise_inputs
@@ -105,7 +106,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     return Side(
         device, dtype, attention_chunks, attention_decode, shared_prefix, pointwise_fused, small_batch,
         pointwise_inputs, pointwise_quantize, moe_experts, attention_heads, pointwise_norm, matmul, int4_gemv,
-        group_scaled, dry,
+        group_scaled, block_few_rows if block_few_rows.runs_on(device) else group_scaled, dry,
     )  # fmt: skip
 
 

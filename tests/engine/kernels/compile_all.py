@@ -30,7 +30,7 @@ from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads as attention_heads
 from engine.kernels.attention import shared_prefix
 from engine.kernels.gemm import batch_invariant, scaled_kernel, small_batch
-from engine.kernels.gemm.packed import block_gemv, block_wgmma, group_scaled, int4_gemv, matmul
+from engine.kernels.gemm.packed import block_few_rows, block_gemv, block_wgmma, group_scaled, int4_gemv, matmul
 from engine.kernels.gemm.packed.group_scaled import GroupScaled
 from engine.kernels.gemm.packed.weight import Packed
 from engine.kernels.moe import decode as moe_decode
@@ -305,6 +305,11 @@ def products_in_blocks(gpu):
         block_wgmma.gemm(x, scale, weight, ratio, bias, dtype=BF16)
     if gpu.wgmma:
         weight = GroupScaled(blank(4096, 5120, dtype=FP8), blank(32, 40, dtype=torch.float32), 128, 128, 0)
+        for rows in (8, 16, 32, 64, 128):
+            few, few_scale = blank(rows, 5120, dtype=FP8), blank(rows, dtype=torch.float32)
+            block_few_rows.gemm(few, few_scale, weight, blank(4096) if rows == 8 else None, dtype=BF16)
+        whole = GroupScaled(blank(16384, 5120, dtype=FP8), blank(128, 40, dtype=torch.float32), 128, 128, 0)
+        block_few_rows.gemm(few, few_scale, whole, dtype=BF16)
         for gate in ("silu", "gelu_tanh"):
             block_gemv.gated_row(blank(1, 5120), weight, gate)
 
