@@ -101,7 +101,7 @@ class Site:
 
     def serving(self) -> dict[str, Any]:
         """What the running server says it serves."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         connection.request("GET", "/health")
         response = connection.getresponse()
         assert response.status == 200
@@ -109,7 +109,7 @@ class Site:
 
     def ask(self, key: str) -> int:
         """HTTP status of one chat completion with this key."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         body = {"model": "tiny", "stream": True, "messages": []}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {key}"})
         response = connection.getresponse()

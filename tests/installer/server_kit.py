@@ -156,7 +156,7 @@ class Server:
     def serving(self) -> dict[str, Any]:
         """What the gateway says it serves, over TLS that is checked against the local authority."""
         context = ssl.create_default_context(cafile=str(self.layout.ca_cert))
-        connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=5, context=context)
+        connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=30, context=context)
         connection.request("GET", "/health")
         return json.loads(connection.getresponse().read())
 

@@ -115,7 +115,7 @@ def tls_server(certificate: Path, key: Path) -> Iterator[int]:
 def connect(port: int, name: str, trusted: Path | None = None, *, data: str | None = None) -> x509.Certificate:
     """Connect as a strict client that was told `name`; returns the served certificate. Raises ssl.SSLError."""
     context = ssl.create_default_context(cafile=trusted, cadata=data)
-    plain = socket.create_connection(("127.0.0.1", port), timeout=5)
+    plain = socket.create_connection(("127.0.0.1", port), timeout=30)
     with plain, context.wrap_socket(plain, server_hostname=name) as secured:
         assert secured.recv(5) == b"hello"
         served = secured.getpeercert(binary_form=True)

@@ -496,4 +496,4 @@ def test_time_to_notice_a_dead_job_is_short(desk: Desk, monkeypatch: pytest.Monk
     began = time.monotonic()
     with pytest.raises(InstallError, match="was killed"):
         desk.run()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20

@@ -43,7 +43,7 @@ class RunningServer:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve()), daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self._server.started:
             assert self._thread.is_alive(), "the gateway ended"
             assert time.monotonic() < deadline, "the gateway did not start"

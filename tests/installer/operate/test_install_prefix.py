@@ -36,7 +36,7 @@ def test_first_install_serves_and_the_second_is_recognised(site: Site, bundle: B
     before = site.service.state()
     began = time.monotonic()
     second = site.install(bundle())
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert second.outcome == "already-installed"
     assert second.api_key is None
     assert second.key_ids == first.key_ids

@@ -127,7 +127,7 @@ def test_a_driver_that_does_not_answer(fake: FakeSmi, fault: str, word: str) -> 
 def test_a_hung_nvidia_smi_is_killed_and_not_asked_again(fake: FakeSmi) -> None:
     fake.plan(fault="hang")
     began = time.monotonic()
-    facts = smi.query(budget=0.7)
+    facts = smi.query(budget=3.0)
     assert time.monotonic() - began < 10
     assert "no answer" in facts.smi_error
     assert len(fake.calls) == 1
@@ -138,15 +138,15 @@ def test_endless_output_is_cut_off(fake: FakeSmi) -> None:
     fake.plan(fault="endless")
     began = time.monotonic()
     assert smi.query().smi_error == "nvidia-smi: endless output"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_a_command_that_leaves_a_child_behind_is_gone_with_it(tmp_path: Path) -> None:
     pidfile = tmp_path / "pid"
-    output = run(["sh", "-c", f"sleep 300 & echo $! > {pidfile}; sleep 300"], 0.5)
+    output = run(["sh", "-c", f"sleep 300 & echo $! > {pidfile}; sleep 300"], 2.0)
     assert output.problem
     pid = int(pidfile.read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while proc.start_time(pid) is not None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert proc.start_time(pid) is None
@@ -209,7 +209,7 @@ def test_random_bytes_from_the_program(fake: FakeSmi, seed: int) -> None:
     fake.plan(fault="garbage")
     began = time.monotonic()
     facts = gpu.collect()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert facts.gpus == ()
     assert facts.smi_error
 

@@ -345,7 +345,7 @@ def test_life_of_a_service(tiny_llama_dir: Callable[..., Path], tmp_path: Path, 
           httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http):
         # loading; the engine is held there: on a busy machine it may be done before the first request gets through
         held = service.hold_engine()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         early = None
         while early is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
@@ -413,14 +413,14 @@ def test_a_second_ctrl_c_stops_now(tiny_llama_dir: Callable[..., Path], tmp_path
             time.sleep(0.7)
             assert service.process.poll() is None
             service.process.send_signal(signal.SIGINT)
-            assert service.process.wait(5) == 130
+            assert service.process.wait(30) == 130
         assert not engine.is_running()
         service.assert_nothing_is_left()
 
 
 def test_ctrl_c_while_loading_leaves_nothing(tiny_llama_dir: Callable[..., Path], tmp_path: Path, port: int) -> None:
     with running(tiny_llama_dir(), tmp_path, f"--port={port}") as service:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"http://127.0.0.1:{port}/livez").status_code:
@@ -441,7 +441,7 @@ def test_the_engine_dies_with_a_killed_supervisor_and_the_next_one_sweeps_up(
         service.process.kill()
         service.process.wait()
         with contextlib.suppress(psutil.NoSuchProcess):
-            engine.wait(5)
+            engine.wait(30)
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
         (left,) = service.runtime.iterdir()
         os.utime(left, (1, 1))

@@ -256,7 +256,7 @@ async def test_a_full_server_reads_no_body(tmp_path: Path, tiny_engine: tuple[Pa
         for _, writer in wires:
             writer.write(headers)
             await asyncio.sleep(0.5)
-        assert b" 503 " in await asyncio.wait_for(wires[1][0].readline(), 5)
+        assert b" 503 " in await asyncio.wait_for(wires[1][0].readline(), 30)
         for _, writer in wires:
             writer.close()
 
@@ -313,7 +313,7 @@ async def test_who_waits_longest_makes_room(tmp_path: Path, tiny_engine: tuple[P
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 200 " in await reader.readline()
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(waiting[0][0].read(), 5) == b""
+            assert await asyncio.wait_for(waiting[0][0].read(), 30) == b""
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(waiting[2][0].read(), 0.3)
         for other in (*waiting, (reader, writer)):

@@ -35,7 +35,7 @@ def address() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def peer(address: tuple[str, int]) -> Iterator[socket.socket]:
-    with socket.create_connection(address, timeout=5) as peer:
+    with socket.create_connection(address, timeout=30) as peer:
         yield peer
 
 
@@ -74,7 +74,7 @@ def test_headers_that_do_not_arrive_are_not_awaited_for_ever(peer: socket.socket
     began = time.monotonic()
     peer.sendall(start)
     reply = read_all(peer)
-    assert HEADER_SECONDS * 0.8 < time.monotonic() - began < 8
+    assert HEADER_SECONDS * 0.8 < time.monotonic() - began < 20
     assert (b" 408 " in reply) == bool(start)  # a connection on which nothing came is closed without a word
 
 

@@ -83,7 +83,7 @@ def test_a_half_sent_body_times_out(tiny_server: RunningServer, sent: bytes) -> 
         reply = read_all(connection)
         assert b" 408 " in reply.split(b"\r\n", 1)[0]
         assert json.loads(reply.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "request_timeout"
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: "])
@@ -93,7 +93,7 @@ def test_half_sent_headers_time_out(tiny_server: RunningServer, sent: bytes) -> 
         connection.sendall(sent)
         reply = read_all(connection)
         assert reply == b"" or b" 408 " in reply.split(b"\r\n", 1)[0]
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 20
 
 
 def test_a_trickle_does_not_extend_the_time(tiny_server: RunningServer) -> None:
@@ -106,7 +106,7 @@ def test_a_trickle_does_not_extend_the_time(tiny_server: RunningServer) -> None:
                 time.sleep(0.1)
         except OSError:
             pass
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 18
 
 
 def test_headers_over_the_limit_are_refused(tiny_server: RunningServer) -> None:
@@ -146,7 +146,7 @@ def test_a_disconnect_frees_the_pages(tiny_server: RunningServer, stream: bool) 
     for _ in range(3):
         connection = connect(tiny_server)
         connection.sendall(head(len(body)) + body)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not tiny_server.client.stats.num_running:
             assert time.monotonic() < deadline
             time.sleep(0.005)

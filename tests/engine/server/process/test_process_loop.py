@@ -154,7 +154,7 @@ async def test_stopping_lets_running_requests_end_and_takes_no_new_ones(loop: Lo
         with pytest.raises(EngineDeadError, match="stopping"):
             await tokens_of(client, EngineRequest("late", [1], greedy(2)))
         assert len([output async for output in outputs]) == 19
-        loop.thread.join(5)
+        loop.thread.join(30)
         assert not loop.thread.is_alive()
         assert loop.error is None
 
@@ -194,7 +194,7 @@ async def test_work_of_others_is_no_stall_of_ours(loop: Loop) -> None:
 async def test_told_to_stop_at_the_end_of_loading_it_stops_at_once(loop: Loop) -> None:
     loop.service.stop()
     loop.load_gate.set()
-    loop.thread.join(5)
+    loop.thread.join(30)
     assert not loop.thread.is_alive()
 
 

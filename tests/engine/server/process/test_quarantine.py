@@ -145,7 +145,7 @@ async def test_suspects_run_one_by_one_and_are_cleared_by_passing_the_point() ->
     await asyncio.sleep(0.05)
     assert not second.done()
     same.end(cleared=True)
-    trial = await asyncio.wait_for(second, 1)
+    trial = await asyncio.wait_for(second, 10)
     assert trial is not None
     trial.end(cleared=False)
     quarantine.crashed([(two, 0), (request(token=4), 0)])

@@ -118,7 +118,7 @@ async def test_last_words_wait_for_a_gateway_that_has_not_come_yet(tmp_path: Pat
     await asyncio.sleep(0.3)
     async with connected(path) as client:
         await until(lambda: client.last_error == "No memory. Take less.")
-    ending.join(5)
+    ending.join(30)
     assert not ending.is_alive()
 
 
@@ -126,4 +126,4 @@ def test_last_words_do_not_wait_for_ever(tmp_path: Path) -> None:
     service = EngineService(IpcServer(listen(tmp_path / "s"), PeerPolicy(), pid=os.getpid()), Notifier())
     began = time.monotonic()
     service.farewell("No memory.", patience=0.2)
-    assert 0.2 <= time.monotonic() - began < 5
+    assert 0.2 <= time.monotonic() - began < 20
