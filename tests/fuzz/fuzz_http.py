@@ -43,6 +43,9 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": MESSAGES, **SAMPLING, "logprobs": True, "top_logprobs": 2}),
     ("/v1/chat/completions", {"messages": MESSAGES[-1:], "tools": [TOOL], "tool_choice": "required", "max_tokens": 5,
                               "parallel_tool_calls": False}),
+    ("/v1/chat/completions", {"messages": MESSAGES[-1:], "tools": [TOOL], "max_tokens": 5, "tool_choice": {
+        "type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{
+            "type": "function", "function": {"name": TOOL["function"]["name"]}}]}}}),
     ("/v1/chat/completions", {"messages": MESSAGES[-1:], "response_format": SCHEMA, "max_completion_tokens": 4}),
     ("/v1/chat/completions", {"messages": MESSAGES[:2], "chat_template_kwargs": {"enable_thinking": False},
                               "max_tokens": 2, "structured_outputs": {"regex": "[ab]{2}c*"}}),

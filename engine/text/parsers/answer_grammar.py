@@ -1,7 +1,7 @@
-"""Grammars of forced and strict calls, in the model's own syntax.
+"""Grammars of forced, strict and limited calls, in the model's own syntax.
 
     answer := [reasoning] calls              `tool_choice` requires a call
-            | [reasoning] (text | call)*     it does not, but a function is `strict`
+            | [reasoning] (text | call)*     it does not, but a function is `strict`, or it allows only some tools
             | [reasoning] (@answer | calls)  it does not, and the request specifies a format for the answer
             | [reasoning] @answer            there are no functions
 """

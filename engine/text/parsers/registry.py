@@ -68,8 +68,8 @@ class OutputFormat:
 
     def grammar(self, schemas: Mapping[str, Schema], strict: frozenset[str], *, forced: bool, parallel: bool,
                 prompt: Sequence[int], tokenizer: TextTokenizer, answers: bool = False, reasons: bool = True) -> str:
-        """The grammar of an answer with required or strict calls (engine.text.parsers.answer_grammar). `reasons` False:
-        the reasoning is over, whatever the prompt ends with."""
+        """The grammar of an answer with required, strict or limited calls (engine.text.parsers.answer_grammar).
+        `reasons` False: the reasoning is over, whatever the prompt ends with."""
         assert self.tools is not None
         return calls_grammar(
             self.tools, self.reasoning, self.ids, schemas, strict=strict, forced=forced, parallel=parallel,

@@ -1,4 +1,5 @@
-"""The grammar that a chat's answer must follow, from its format and from tool calls that are required or strict."""
+"""The grammar that a chat's answer must follow, from its format and from tool calls that are required, strict or
+limited to some tools."""
 
 from collections.abc import Sequence
 
@@ -11,7 +12,8 @@ from engine.text.grammar import forms, limits
 
 def grammar_field(body: ChatRequest, use: ToolUse) -> str:
     """The field that asks for a grammar; "" for none."""
-    return "tool_choice" if use.forced else answer_field(body) or ("tools" if use.strict else "")
+    of_calls = "tools" if use.strict else "tool_choice" if use.limited else ""
+    return "tool_choice" if use.forced else answer_field(body) or of_calls
 
 
 def chat_grammar(
@@ -22,7 +24,7 @@ def chat_grammar(
     Reasoning is not constrained; the grammar begins after it. `reasons` False: the reasoning is already over.
     """
     form = answer_form(body)
-    if use.forced or use.strict or (form is not None and use.calls):
+    if use.forced or use.strict or use.limited or (form is not None and use.calls):
         field = grammar_field(body, use)
         for schema in use.schemas.values():
             forms.check_schema(schema, "tools")

@@ -19,10 +19,12 @@ CHOICES = ("none", "auto", "required")
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """`schemas`: the parameters of each function that may be called. `forced`: "required", or "named" with a single
-    schema; "" leaves it to the model."""
+    schema; "" leaves it to the model. `limited`: `tool_choice` allows only some of the tools, so the answer needs a
+    grammar even if nothing is forced: the prompt shows all of them."""
 
     calls: bool = False
     forced: str = ""
+    limited: bool = False
     parallel: bool = True
     schemas: Mapping[str, Schema] = field(default_factory=dict)
     strict: frozenset[str] = frozenset()
@@ -42,7 +44,13 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
             "tools: no parser of tool calls fits this model. Its operator can name one with --tool-call-parser; "
             'tool_choice "none" shows the tools to the model without calling them.', "tools")
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    forced = ""
+    forced, limited = "", False
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        # The prompt keeps all tools, as OpenAI documents it: requests that allow different ones share cached prefixes.
+        allowed = choice["allowed_tools"]
+        names = {tool["function"]["name"] for tool in allowed["tools"]}
+        functions = {name: function for name, function in functions.items() if name in names}
+        limited, choice = True, allowed["mode"]
     if isinstance(choice, dict):
         forced, name = "named", choice["function"]["name"]
         if name not in functions:
@@ -55,7 +63,7 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
             'tool_choice "auto" is switched off for this model (--no-enable-auto-tool-choice); send another.',
             "tool_choice")
     return ToolUse(
-        True, forced, parallel is not False and forced != "named",
+        True, forced, limited, parallel is not False and forced != "named",
         {name: function.get("parameters") or {} for name, function in functions.items()},
         frozenset(name for name, function in functions.items() if function.get("strict")),
     )
@@ -85,17 +93,45 @@ def check_tools(tools: list[dict[str, Any]] | None, choice: Any, limits: Limits)
                                  ("strict", bool, "true or false")):
             if function.get(part) is not None and not isinstance(function[part], kind):
                 raise InvalidRequestError(f"tools.{i}.function.{part} must be {what}.", f"tools.{i}.function.{part}")
-    _check_choice(choice, bool(tools))
+    _check_choice(choice, names)
 
 
-def _check_choice(choice: Any, any_tools: bool) -> None:
+def _check_choice(choice: Any, names: set[str]) -> None:
+    allowed = None
     if choice is None or choice in CHOICES:
-        named = choice == "required"
+        asks = "asks for a call" if choice == "required" else ""
+    elif _names_function(choice):
+        asks = "asks for a call"
     else:
-        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-        named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not named:
-            raise InvalidRequestError('tool_choice must be "none", "auto", "required" or {"type": "function", '
-                                      '"function": {"name": …}}.', "tool_choice")
-    if named and not any_tools:
-        raise InvalidRequestError("tool_choice asks for a call, but there are no tools.", "tool_choice")
+        allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
+        if not isinstance(allowed, dict) or choice.get("type") != "allowed_tools":
+            raise InvalidRequestError(
+                'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+                '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}.', "tool_choice")
+        asks = "allows only some tools"
+    if asks and not names:
+        raise InvalidRequestError(f"tool_choice {asks}, but there are no tools.", "tool_choice")
+    if allowed is not None:
+        _check_allowed(allowed, names)
+
+
+def _check_allowed(allowed: dict[str, Any], names: set[str]) -> None:
+    field = "tool_choice.allowed_tools"
+    if allowed.get("mode") not in ("auto", "required"):
+        raise InvalidRequestError(f'{field}.mode must be "auto" or "required".', f"{field}.mode")
+    tools = allowed.get("tools")
+    if not isinstance(tools, list) or not tools:
+        raise InvalidRequestError(f"{field}.tools must list at least one function that may be called.",
+                                  f"{field}.tools")
+    for i, tool in enumerate(tools):
+        if not _names_function(tool):
+            raise InvalidRequestError(
+                f'{field}.tools.{i} must be {{"type": "function", "function": {{"name": …}}}}.', f"{field}.tools.{i}")
+        if tool["function"]["name"] not in names:
+            raise InvalidRequestError(f"{field}.tools.{i} names a function that is not among tools.",
+                                      f"{field}.tools.{i}")
+
+
+def _names_function(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)

@@ -20,7 +20,8 @@ _SAME = ("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_
 
 # Fields of a chat under the names that they have here; the longer names first.
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
-          "response_format.json_schema": "text.format", "response_format": "text.format"}
+          "response_format.json_schema": "text.format", "response_format": "text.format",
+          "tool_choice.allowed_tools": "tool_choice"}
 
 
 def as_chat(request: ResponsesRequest) -> ResponsesChat:
@@ -137,8 +138,21 @@ def _choice(choice: Any) -> Any:
         return choice
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
-    raise InvalidRequestError('tool_choice must be "none", "auto", "required" or {"type": "function", "name": …}.',
-                              "tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_allowed_tool(tool, i) for i, tool in enumerate(tools)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    raise InvalidRequestError(
+        'tool_choice must be "none", "auto", "required", {"type": "function", "name": …} or '
+        '{"type": "allowed_tools", "mode": …, "tools": […]}.', "tool_choice")
+
+
+def _allowed_tool(tool: Any, i: int) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise InvalidRequestError(f'tool_choice.tools.{i} must be {{"type": "function", "name": …}}.',
+                                  f"tool_choice.tools.{i}")
+    return {"type": "function", "function": {"name": tool["name"]}}
 
 
 def _format(request: ResponsesRequest) -> ResponseFormat | None:

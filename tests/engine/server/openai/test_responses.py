@@ -124,6 +124,7 @@ async def test_what_it_cannot_do_is_refused_by_name(fields: dict, param: str) ->
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+CHOICE = {"type": "function", "name": "get_weather"}
 NO_JSON = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}
 
 
@@ -140,6 +141,14 @@ NO_JSON = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name", '{"type": "function", "name": …}'),
     ({"tools": [TOOL, TOOL]}, "tools.1.name", "same name"),
     ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", '{"type": "function", "name": …}'),
+    *(({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", **given}}, f"tool_choice.{where}", words)
+      for given, where, words in (
+          ({"mode": "none", "tools": [CHOICE]}, "mode", 'tool_choice.mode must be "auto" or "required"'),
+          ({"mode": "auto", "tools": []}, "tools", "tool_choice.tools must list at least one"),
+          ({"mode": "auto"}, "tools", "tool_choice.tools must list at least one"),
+          ({"mode": "auto", "tools": [CHOICE, {"type": "mcp"}]}, "tools.1", '{"type": "function", "name": …}'),
+          ({"mode": "auto", "tools": [{**CHOICE, "name": "rm"}]}, "tools.0", "tool_choice.tools.0 names a function"))),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [CHOICE]}}, "tool_choice", "are no tools"),
     ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", "not a field"),
     ({"reasoning": {"context": "all_turns"}}, "reasoning.context", 'must be "auto"'),
     ({"text": {"formats": {}, "format_": 1}}, "text.format_", "did you mean format?"),

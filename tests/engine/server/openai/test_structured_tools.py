@@ -98,6 +98,64 @@ def test_a_named_function_is_the_one_that_is_called(plain: RunningServer) -> Non
         assert choice.finish_reason == "stop"
 
 
+def allowed(mode: str, *names: str) -> Any:
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+
+
+def test_a_demanded_call_is_of_an_allowed_tool(plain: RunningServer) -> None:
+    free, limited = set(), set()
+    for seed in range(4):
+        asked: Any = {"tools": tools(strict=False), "parallel_tool_calls": seed % 2 == 0}
+        free.update(check_calls(ask(plain, seed, **asked, tool_choice="required").choices[0].message))
+        choice = ask(plain, seed, **asked, tool_choice=allowed("required", "get_time")).choices[0]
+        limited.update(check_calls(choice.message))
+        assert choice.finish_reason == "tool_calls", "not as for a function by name, even if it is the only one"
+    assert (free, limited) == ({"get_weather", "get_time"}, {"get_time"})
+    both = ask(plain, tools=tools(), tool_choice=allowed("required", "get_time", "get_weather", "get_time"))
+    assert check_calls(both.choices[0].message)
+
+
+def test_a_free_answer_calls_allowed_tools_or_none(thinking: RunningServer) -> None:
+    """The bias makes the model begin calls, or none; the prompt shows all tools either way, as without a choice."""
+    tokens = thinking.gateway.models["tiny"].tokenizer
+    opener, closer = str(tokens.token_id("<tool_call>")), str(tokens.token_id("</think>"))
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS["person"], "strict": True}}
+    off: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    asked: Any = {"tools": tools(strict=False), "max_tokens": 400}
+    for more in (off, {**off, "response_format": form}, {}):  # the last reasons first
+        called: list[str] = []
+        for seed in range(4):
+            answer = ask(thinking, seed, **asked, **more, tool_choice=allowed("auto", "get_time"),
+                         logit_bias={opener: 8, closer: 5})
+            calls = answer.choices[0].message.tool_calls or []
+            called += [call.function.name for call in calls]
+            silent = ask(thinking, seed, **asked, **more, tool_choice=allowed("auto", "get_time"),
+                         logit_bias={opener: -100, closer: 5}).choices[0]
+            assert not silent.message.tool_calls
+            assert silent.message.content
+        assert set(called) == {"get_time"}
+        free = ask(thinking, **asked | {"max_tokens": 1}, **more)
+        assert free.usage.prompt_tokens == answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("choice, param, words", [
+    (allowed("required", "get_time", "rm"), ".tools.1", "not among tools"), (allowed("auto"), ".tools", "at least one"),
+    (allowed("none", "get_time"), ".mode", '"auto" or "required"'),
+], ids=lambda value: str(value)[:60])  # fmt: skip
+def test_allowed_tools_that_cannot_be_meant_are_refused(
+    plain: RunningServer, choice: Any, param: str, words: str
+) -> None:
+    param = f"tool_choice.allowed_tools{param}"
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        ask(plain, tools=tools(), tool_choice=choice)
+    assert refused.value.param == param
+    assert param in str(refused.value)
+    with pytest.raises(openai.BadRequestError, match="there are no tools") as refused:
+        ask(plain, tool_choice=choice)
+    assert refused.value.param == "tool_choice"
+
+
 def test_a_streamed_call_is_the_same_call(plain: RunningServer) -> None:
     asked: Any = {"tools": tools(), "tool_choice": "required"}
     whole = ask(plain, 2, **asked).choices[0].message.tool_calls
@@ -168,6 +226,20 @@ def test_responses_with_a_demanded_call(plain: RunningServer) -> None:
     assert calls
     for call in calls:
         jsonschema_rs.validate(PARAMETERS[call.name], json.loads(call.arguments))
+
+
+def test_responses_with_allowed_tools(plain: RunningServer) -> None:
+    asked: Any = {"model": "tiny", "input": "Hi", "tools": [
+        {"type": "function", "name": name, "parameters": schema, "strict": False}
+        for name, schema in PARAMETERS.items()]}
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
+    for _ in range(4):
+        made = client_of(plain).responses.create(**asked, tool_choice=choice, temperature=1.0)
+        assert {item.name for item in made.output if item.type == "function_call"} == {"get_time"}
+        assert made.tool_choice.model_dump() == choice  # type: ignore[union-attr]
+    choice["mode"] = "auto"
+    free = client_of(plain).responses.create(**asked, tool_choice=choice, max_output_tokens=50)
+    assert {item.type for item in free.output} <= {"message", "function_call"}
 
 
 def test_the_format_begins_behind_the_reasoning(thinking: RunningServer) -> None:

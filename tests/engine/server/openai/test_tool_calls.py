@@ -155,6 +155,9 @@ async def test_the_parsers_can_be_switched_off() -> None:
     assert choice.message.content == ANSWER
     assert await Service(ANSWER, tool_call_parser="none").refusal() == (400, "tools")
     assert await Service(ANSWER, auto_tools=False).refusal() == (400, "tool_choice")
+    limited = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    assert await Service(ANSWER, auto_tools=False).refusal(
+        tool_choice={"type": "allowed_tools", "allowed_tools": limited}) == (400, "tool_choice")
     named = Service('</think><tool_call>{"name": "get_weather", "arguments": {}}</tool_call>',
                     tool_call_parser="hermes")
     assert (await named.whole()).choices[0].message.tool_calls
