@@ -30,6 +30,7 @@ from engine.kernels.attention.pages import (
     whole_scale,
 )
 from engine.kernels.pointwise.kv_format import KvScale, is_fp8
+from engine.kernels.runtime.counters import counters
 from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
@@ -280,7 +281,7 @@ def num_slices(
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Counters of finished slices, one for each tile, key head and part of the outputs. The last program resets its
     counter to zero. Steps with slices have fewer tiles than that (`num_slices`)."""
-    return torch.zeros(1 << 13, dtype=torch.int32, device=device)
+    return counters(device, 1 << 13)
 
 
 def query_rows(dim: int, device: torch.device) -> int:

@@ -29,6 +29,7 @@ from engine.kernels.attention.pages import (
     whole_scale,
 )
 from engine.kernels.pointwise.kv_format import KvScale, is_fp8
+from engine.kernels.runtime.counters import counters
 from engine.kernels.runtime.gpu_target import LARGE_SHARED
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
@@ -236,7 +237,7 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
     There are enough for any batch: `num_splits` gives more than one slice only while sequences times key heads are at
     most eight times the number of multiprocessors."""
-    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    return counters(device, 1 << 16)
 
 
 def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int]:

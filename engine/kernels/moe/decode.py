@@ -40,6 +40,7 @@ from engine.kernels.moe.tiles import SCALE_BLOCK, DecodeTiles, decode_tiles, sha
 from engine.kernels.moe.top_k import MOST_EXPERTS
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
+from engine.kernels.runtime.counters import counters
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous, wait_in_order
 
 
@@ -240,7 +241,7 @@ def _down_kernel(
 @functools.cache
 def arrivals(device: torch.device) -> torch.Tensor:
     """Counter of the router's finished programs. The last one resets it, so it is zero between launches."""
-    return torch.zeros(4, dtype=torch.int32, device=device)
+    return counters(device, 4)
 
 
 def sparse_block(

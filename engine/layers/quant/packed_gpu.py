@@ -101,6 +101,7 @@ def _prepare_for_fp8(layer: Any) -> bool:
     if pieces.grouped is None:
         return False
     grouped = pieces.grouped
+    group_scaled.arrivals(grouped.values.device)  # now: a step that is recorded cannot make them
     if block_wgmma.fits(grouped):
         pieces.ratios = block_wgmma.ratios(grouped.scale)
     if block_library.fits(grouped) and _library_refusal(whole.values.device, grouped.block_rows) is None:

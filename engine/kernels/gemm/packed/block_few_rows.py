@@ -25,8 +25,6 @@ tensor cores' wide side, so that few rows of x are padded to 8 at most.
 # Gluon's annotations describe what its compiler sees, not what a kernel's source says:
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
-import functools
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -39,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from engine.kernels.gemm.packed.group_scaled import GroupScaled
+from engine.kernels.gemm.packed.group_scaled import GroupScaled, arrivals
 from engine.kernels.runtime.launcher import interpreted, kernel_in_gluon, target_of, wait_in_order
 
 # Of the warps that run one function.
@@ -238,12 +236,6 @@ def fits(weight: GroupScaled) -> bool:
     )  # fmt: skip
 
 
-@functools.cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many programs have left sums of each half of a tile. The tile's last program resets it to zero."""
-    return torch.zeros(1 << 14, dtype=torch.int32, device=device)
-
-
 def _programs(tiles: int, multiprocessors: int) -> tuple[int, bool]:
     """How many programs, and whether each has whole tiles. A few tiles have equally many programs each, so that no
     program adds sums of two tiles."""
@@ -269,12 +261,12 @@ def gemm(
     tiles, in_tile = outputs // BLOCK, inner // BLOCK
     programs, whole = _programs(tiles, target_of(x.device).multiprocessors)
     programs = min(programs, tiles * in_tile)
-    partial = arrivals = None
+    partial = arrived = None
     if not whole:
         partial = torch.empty(programs * 2 * _HALF * padded, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device)
+        arrived = arrivals(x.device)
     _few_rows_kernel(
-        (programs,), x, weight.values, x_scale, weight.scale, bias, y, partial, arrivals, rows, x.stride(0), N=outputs,
+        (programs,), x, weight.values, x_scale, weight.scale, bias, y, partial, arrived, rows, x.stride(0), N=outputs,
         K=inner, STEP=BLOCK, ROWS=padded, KEPT_ROWS=_KEPT_ROWS, HALF=_HALF, UNIT=in_tile if whole else 1,
         STAGES=_STAGE_BYTES // ((BLOCK + padded) * BLOCK), num_warps=4,
     )  # fmt: skip

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gemm.packed.weight import Packed, pair_distance
+from engine.kernels.runtime.counters import counters
 from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, wait_for_previous
 
 MANY_ROWS = 256  # a number of rows that stands for those from 129 to 512
@@ -196,9 +197,9 @@ def group_scaled(packed: Packed) -> GroupScaled | None:
 
 
 @functools.cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of finished parts, one for each tile. The last program resets its own to zero."""
-    return torch.zeros(1 << 14, dtype=torch.int32, device=device)
+def arrivals(device: torch.device) -> torch.Tensor:
+    """Counters of programs that have left sums of a tile, or of half of it. The last program resets its own to zero."""
+    return counters(device, 1 << 14)
 
 
 def tiles_for(rows: int, weight: GroupScaled, shared: int) -> GroupTiles:
@@ -249,12 +250,12 @@ def gemm(
     y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     row_blocks = triton.cdiv(rows, tiles.block_m)
     programs = row_blocks * triton.cdiv(outputs, tiles.block_n)
-    partial = arrivals = None
+    partial = arrived = None
     if tiles.split > 1:
         partial = torch.empty(row_blocks, tiles.split, outputs, tiles.block_m, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device)
+        arrived = arrivals(x.device)
     _group_scaled_kernel(
-        (programs * tiles.split,), x, weight.values, x_scale, weight.scale, bias, y, partial, arrivals, rows,
+        (programs * tiles.split,), x, weight.values, x_scale, weight.scale, bias, y, partial, arrived, rows,
         x.stride(0), N=outputs, K=inner, GROUP=min(weight.group, inner), BLOCK_ROWS=weight.block_rows,
         PAIR=weight.pair, UNIT=E4M3_UNIT, STEP=STEP, BAND=_BAND, SPLIT=tiles.split, BLOCK_N=tiles.block_n,
         BLOCK_M=tiles.block_m, STAGES=tiles.stages, FAST=not interpreted(), num_warps=tiles.warps,

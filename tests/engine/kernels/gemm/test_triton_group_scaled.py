@@ -62,7 +62,7 @@ def test_partial_sums_of_the_last_program_leave_the_counters_at_zero():
     for _ in range(2):
         y = group_scaled.gemm(x, scale, weight, dtype=torch.float32, tiles=GroupTiles(64, 16, 4, 4, 3))
         torch.testing.assert_close(y, expected(x, scale, packed), rtol=1e-4, atol=1e-4)
-    assert not group_scaled._arrivals(x.device).any()
+    assert not group_scaled.arrivals(x.device).any()
 
 
 def test_every_code_is_exact_in_e4m3():
