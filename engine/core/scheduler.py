@@ -172,6 +172,7 @@ class Scheduler:
                     continue
                 if not self.running and not self.kv.num_deferred and self.kv.reset_prefix_cache():
                     continue
+                lacking = self.kv.surely_lacking(seq, hit, promised=promised, reserve=bool(self.running))
             self._blocked = Blocked(seq, len(seq.token_ids), num_tokens, lacking, promised, self.kv.arena.num_released)
             self.kv.watch(seq, hit)
             break
@@ -347,13 +348,10 @@ class Scheduler:
             assert not seq.pages
 
     def _check_blocked(self) -> None:
-        """Check that a sequence which was skipped without a prefix search would not have been admitted after one.
-
-        (Not checked with several kinds of pages: the pages that a lost hit frees can be worth more than the hit.)
-        """
+        """Check that a sequence which was skipped without a prefix search would not have been admitted after one."""
         seq, draft = self.waiting.peek(), StepDraft(self._next_step, 0, self.kv)
         promised = sum(map(self.kv.missing_pages, self.running))
-        if seq is None or len(self.kv.arena.pools) > 1 or not self._still_blocked(seq, draft, promised):
+        if seq is None or not self._still_blocked(seq, draft, promised):
             return
         hit = self.kv.find_prefix(seq)
         assert self.kv.lacking(seq, hit, promised=promised, reserve=bool(self.running)), "a waiting sequence fits"

@@ -127,5 +127,5 @@ class Blocked:
 
     def still_lacks_pages(self, kv: KVManager, promised: int) -> bool:
         """Whether it certainly does not fit. `promised`: pages that running prompts still need now."""
-        gained = kv.arena.num_released - self.num_released + max(0, self.promised - promised)
-        return gained < self.lacking
+        no_longer_promised = max(0, self.promised - promised) * kv.num_full_groups
+        return kv.arena.num_released - self.num_released + no_longer_promised < self.lacking

@@ -38,6 +38,7 @@ class KVManager:
         self.pools: list[PagePool] = self.arena.pools[: len(groups)]
         self.slots: PagePool | None = self.arena.pools[-1] if memory.has_state else None
         self._windows = memory.window_groups
+        self.num_full_groups = memory.windows.count(None)  # without a window
         self._search = PrefixSearch(memory, self.pools, self.slots)
         self._watermarks = [max(1, int(_WATERMARK * pool.capacity)) for pool in self.pools]
         self._grid = math.lcm(memory.state_grid, memory.page_size)
@@ -85,6 +86,22 @@ class KVManager:
     def lacking(self, seq: Sequence, hit: Prefix, *, promised: int, reserve: bool) -> int:
         """0 if the whole sequence fits in addition to `hit`, else the fewest pages that must be released first.
         `promised` pages are kept for others and, with `reserve`, a watermark as well."""
+        woken: list[list[int]] = [[p for p in table if p != NULL_PAGE] for table in hit.tables]
+        if self.slots is not None:
+            woken.append([] if hit.checkpoint is None else [hit.checkpoint])
+        return self.arena.lacking(self._admission_needs(seq, hit, promised, reserve), woken)
+
+    def surely_lacking(self, seq: Sequence, hit: Prefix, *, promised: int, reserve: bool) -> int:
+        """At least so many pages must be released before the sequence fits, even if pages of `hit` are lost.
+
+        With one group and no window, a lost page of the hit is one more that the sequence needs. With a window it may
+        need no more without the hit, and the cached pages that would have been in use again are free."""
+        if len(self.arena.pools) == 1 and not self._windows:
+            return self.lacking(seq, hit, promised=promised, reserve=reserve)
+        return self.arena.lacking(self._admission_needs(seq, hit, promised, reserve), [()] * len(self.arena.pools))
+
+    def _admission_needs(self, seq: Sequence, hit: Prefix, promised: int, reserve: bool) -> list[int]:
+        """Pages of each kind, and a slot, that the sequence needs in addition to `hit`."""
         length, held = len(seq.token_ids), pages_for(hit.num_tokens, self.page_size)
         needs = []
         for group in range(len(self.pools)):
@@ -95,11 +112,9 @@ class KVManager:
             else:
                 need += promised
             needs.append(need + (self._watermarks[group] if reserve else 0))
-        woken: list[list[int]] = [[p for p in table if p != NULL_PAGE] for table in hit.tables]
         if self.slots is not None:
             needs.append(1)
-            woken.append([] if hit.checkpoint is None else [hit.checkpoint])
-        return self.arena.lacking(needs, woken)
+        return needs
 
     def watch(self, seq: Sequence, hit: Prefix) -> None:
         """Have the arena record when a page or state gets a hash that would extend `hit`."""

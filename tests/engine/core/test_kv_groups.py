@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from paged_machine import PAGE_SIZE, VOCAB, PagedMachine, expected_tokens, next_token
 
@@ -83,6 +83,8 @@ def step(core: EngineCore, tokens: dict, last: dict) -> None:
     depth=st.sampled_from([1, 2, 3]),
     caching=st.booleans(),
 )
+# A waiting sequence fits because pages of its hit were lost.
+@example(kinds="narrow window", seed=3, more=3, budget=8, max_num_seqs=3, depth=1, caching=True)
 def test_every_request_gets_the_tokens_it_would_get_alone(kinds, seed, more, budget, max_num_seqs, depth, caching):
     rng = random.Random(seed)
     core = make_core(kinds, fewest_slabs(kinds, budget) + more, max_num_seqs=max_num_seqs, budget=budget,
