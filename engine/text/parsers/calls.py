@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, ParserLimits
-from engine.text.parsers.lark_grammar import Grammar, escaped, quoted, regex
+from engine.text.parsers.lark_grammar import ANYTHING, SPACE, Grammar, escaped, quoted
 from engine.text.parsers.source import BrokenCall, Reading, Source
 
 Schema = Mapping[str, Any]
@@ -82,12 +82,22 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
-        """The rule of one of the calls, or with `parallel` of one or more."""
+        """The rule of one of the calls, or with `parallel` of one or more. If the syntax always has an opener, the rule
+        begins with it."""
 
-    def text_and_calls(self, grammar: Grammar, calls: Sequence[str]) -> str:
-        """The rule of any text, in which everything that begins a call must be a complete call."""
+    def calls_beside_format(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
+        """As `calls_rule`, where an answer in a format of its own is possible, too. The opener tells them apart, even
+        if the calls of the syntax can do without."""
+        opener = begins = grammar.mark(self.openers[0])
+        if not grammar.has(self.openers[0]):  # the format may allow its text, so it must win
+            begins = grammar.lexeme(f"{SPACE}*{escaped(self.openers[0])}", lazy=True)
+        return f"{begins} {self.calls_rule(grammar, calls, parallel=parallel).removeprefix(opener)}"
+
+    def text_and_calls(self, grammar: Grammar, calls: Sequence[str], marks: Sequence[str]) -> str:
+        """The rule of any text, in which everything that the parser reads as a call must be a complete call. `marks`:
+        those that it finds in text, because the vocabulary lacks them."""
         opener, one = self.openers[0], self.calls_rule(grammar, calls, parallel=False)
         if grammar.has(opener):
             return f"({grammar.text()} | {one})*"
-        begins = grammar.rule(regex(f"(.|\\n)*{escaped(opener)}"), "[lazy]")
+        begins = grammar.lexeme(f"{ANYTHING}{escaped(opener)}", lazy=True)
         return f"({begins} {one.removeprefix(quoted(opener))})* {grammar.text()}?"

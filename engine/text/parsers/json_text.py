@@ -57,12 +57,14 @@ def json_value(source: Source, out: Callable[[str], None], depth: int) -> Readin
 
 
 def json_string(source: Source, out: Callable[[str], None]) -> Reading[None]:
-    """Consume a string with its quotes."""
+    """Consume a string with its quotes. Text that spells a mark is part of it."""
     if (yield from source.character()) != '"':
         raise BrokenCall
     out(source.take(1))
     with source.value():
-        while character := (yield from source.character()):
+        while (character := (yield from source.character())) or source.text_mark():
+            if not character:
+                continue
             if character == '"':
                 out(source.take(1))
                 return

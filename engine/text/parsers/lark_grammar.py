@@ -1,12 +1,13 @@
 """Writes the rules of a grammar in Lark, as llguidance reads it, with the model's control tokens by their ids."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequestError
 
 ANYTHING = "(.|\\n)*"
+SPACE = "[\\s\\x1c-\\x1f]"  # what str.isspace() says is space
 _MOST_RULES = 4096
 # Models write JSON like Python's json.dumps. If white space were free, they might write nothing else for ever.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -53,8 +54,22 @@ class Grammar:
         schema["x-guidance"] = {**_STYLE, "lenient": not strict}
         return self.rule(f"%json {json.dumps(schema)}")
 
-    def text(self) -> str:
-        return self.rule("/(.|\\n)+/")
+    def text(self, *unlike: str) -> str:
+        """Any text that matches none of the regular expressions `unlike` as a whole."""
+        return self.lexeme("(.|\\n)+", *unlike)
+
+    def lexeme(self, pattern: str, *unlike: str, lazy: bool = False) -> str:
+        """Text that matches `pattern` and none of `unlike`. `lazy`: it ends as soon as it matches, and wins over
+        other lexemes that would go on."""
+        options = "[lazy]" if lazy else ""
+        excluded = "|".join(filter(None, unlike))
+        if not excluded:
+            return self.rule(regex(pattern), options)
+        body = f"{regex(pattern)} & ~{regex(f'({excluded})')}"
+        if (key := f"T:{body}") not in self._names:
+            self._names[key] = name = f"T{len(self._names)}"  # only terminals, in capitals, can exclude
+            self._rules[name] = f"{name}: {body}"
+        return self.rule(self._names[key], options)
 
     def lark(self, start: str) -> str:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules.values(), ""])
@@ -78,6 +93,12 @@ _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/<>\"' ")
 def escaped(text: str) -> str:
     """A regular expression that matches `text`."""
     return "".join({"\n": "\\n", "\t": "\\t"}.get(c, f"\\x{ord(c):02x}" if c in _SPECIAL else c) for c in text)
+
+
+def containing(literals: Iterable[str]) -> str:
+    """A regular expression for text with one of `literals` in it; "" if there are none."""
+    options = "|".join(map(escaped, literals))
+    return f"{ANYTHING}({options}){ANYTHING}" if options else ""
 
 
 def string_regex(schema: Any) -> str | None:

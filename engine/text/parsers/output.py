@@ -26,11 +26,13 @@ class OutputParser:
         literal_marks: tuple[str, ...] = (),
         thinking: bool = False,
         limits: ParserLimits = ParserLimits(),
+        formatted: bool = False,
     ) -> None:
         """`schemas`: those of the offered functions' parameters. `literal_marks`: marks for which the vocabulary has no
-        token. `thinking`: the prompt ends inside the reasoning."""
+        token. `thinking`: the prompt ends inside the reasoning. `formatted`: a grammar makes the answer either text in
+        a format, which may spell anything, or calls that begin with a mark."""
         self.thinking = thinking  # whether the reasoning is open now
-        self._reasoning, self._tools = reasoning, tools
+        self._reasoning, self._tools, self._formatted = reasoning, tools, formatted
         self._source = Source()
         self._source.foreign = frozenset(reasoning.marks if reasoning is not None else ())
         self._literal = LiteralMarks(literal_marks) if literal_marks else None
@@ -39,6 +41,7 @@ class OutputParser:
         self._space = ""         # trailing space of the content, which a call would drop
         self._trim = thinking    # drop space before the next content
         self._at_start = True    # only space has come since the last reasoning or call
+        self._thought = False    # there has been reasoning
         self._broken = False     # a malformed call was given up: its closer is content, like its beginning
         self._reading = self._answer()
         self._over = False
@@ -86,7 +89,7 @@ class OutputParser:
         """Reasoning, up to its closer, a call or the end. Space at either end is not part of it."""
         source, reasoning = self._source, self._reasoning
         assert reasoning is not None
-        self.thinking = True
+        self.thinking = self._thought = True
         if reasoning.label and (yield from source.starts_with(reasoning.label)):
             source.take(len(reasoning.label))
         said, space = False, ""
@@ -119,7 +122,7 @@ class OutputParser:
         """Content, up to what may begin a call or reasoning. Returns the literal of that mark, or the bare text; "" at
         the end."""
         source, tools = self._source, self._tools
-        bare = tools.bare if tools is not None else ""
+        bare = tools.bare if tools is not None and not self._formatted else ""
         while True:
             if (yield from source.text_until((bare,) if bare and self._at_start else (), self._out)):
                 if self._at_start:
@@ -132,11 +135,13 @@ class OutputParser:
                     self._events.append(Content(self._space))
                 return ""
             literal = mark.literal
-            if (self._reasoning is not None and literal == self._reasoning.opener) or (
-                    tools is not None and literal in tools.openers):
+            thinks = self._reasoning is not None and literal == self._reasoning.opener
+            # In a format only the beginning can be anything else: what the grammar allows there, in its order.
+            counts = not self._formatted or (self._at_start and not (thinks and self._thought))
+            if counts and (thinks or (tools is not None and literal in tools.openers)):
                 return literal
-            source.take_mark()  # a closer without its opener means nothing
-            if self._broken:
+            source.take_mark()  # a closer without its opener means nothing, except in a format, which may spell it
+            if self._broken or self._formatted:
                 self._broken = False
                 self._out(literal)
 

@@ -41,11 +41,12 @@ class OutputFormat:
         """The tokens that the detokenizer must distinguish from text."""
         return {self.ids[literal]: literal for literal in self._marks(calls) if literal in self.ids}
 
-    def parser(self, *, calls: bool, schemas: Mapping[str, Schema], thinking: bool,
-               limits: ParserLimits) -> OutputParser:
+    def parser(self, *, calls: bool, schemas: Mapping[str, Schema], thinking: bool, limits: ParserLimits,
+               formatted: bool = False) -> OutputParser:
+        """`formatted`: the answer follows a grammar that was made with `answers`."""
         literal = tuple(mark for mark in self._marks(calls) if mark not in self.ids)
         return OutputParser(self.reasoning, self.tools if calls else None, schemas, literal_marks=literal,
-                            thinking=thinking, limits=limits)
+                            thinking=thinking, limits=limits, formatted=formatted)
 
     def thinks_after(self, prompt: Sequence[int], tokenizer: TextTokenizer) -> bool:
         """Whether the prompt ends inside the reasoning, as with templates that switch thinking on."""

@@ -98,6 +98,14 @@ class Source:
         """The mark that follows, if the run is consumed. None: not yet, or the end."""
         return self._later[0] if self._at == len(self._run) and self._later else None  # type: ignore[return-value]
 
+    def text_mark(self) -> bool:
+        """Make the mark that follows part of the run, if it is text that spells one. Returns whether it is."""
+        mark = self.mark()
+        if mark is None or mark.by_id:
+            return False
+        self._absorb()
+        return True
+
     # -- consuming
 
     def take(self, count: int) -> str:

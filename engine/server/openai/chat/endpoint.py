@@ -29,6 +29,7 @@ from engine.server.openai.request.sampling import (
     sampling_params,
 )
 from engine.server.openai.request.schema import ChatRequest, Message, TokenizeRequest
+from engine.server.openai.request.structured import answer_field
 from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.thinking_budget import thinking_budget
 from engine.text.conversation import encode_chat
@@ -159,7 +160,7 @@ class ChatAnswer(Answer[ChatRequest]):
             thinking = form.thinks_after(self.prompt_of(0), self.tokenizer)
             self._spoken = [
                 SpokenChoice(form, self._use, thinking=thinking, reasoning=body.include_reasoning is not False,
-                             limits=limits) for _ in range(self.num_choices)]
+                             limits=limits, formatted=bool(answer_field(body))) for _ in range(self.num_choices)]
             generation.reasoning_tokens = 0
 
     def addition(self, delta: ChoiceDelta) -> Addition:

@@ -16,13 +16,16 @@ _ALPHABET = string.ascii_letters + string.digits
 class SpokenChoice:
     """The parser of one choice, and what it counts."""
 
-    def __init__(self, form: OutputFormat, use: ToolUse, *, thinking: bool, reasoning: bool, limits: Limits) -> None:
-        """`thinking`: the prompt ends inside the reasoning. `reasoning`: whether to report reasoning."""
+    def __init__(self, form: OutputFormat, use: ToolUse, *, thinking: bool, reasoning: bool, limits: Limits,
+                 formatted: bool = False) -> None:
+        """`thinking`: the prompt ends inside the reasoning. `reasoning`: whether to report reasoning. `formatted`: the
+        request specifies a format for the answer."""
         self.called = False
         self.reasoning_tokens = 0
         self._use, self._tools, self._reports = use, form.tools, reasoning
         bounds = ParserLimits(characters=limits.max_call_characters, depth=limits.max_call_depth)
-        self._parser = form.parser(calls=use.calls, schemas=use.schemas, thinking=thinking, limits=bounds)
+        self._parser = form.parser(calls=use.calls, schemas=use.schemas, thinking=thinking, limits=bounds,
+                                   formatted=formatted and use.calls and not use.forced)
 
     def read(self, delta: ChoiceDelta) -> list[Event]:
         """The events that a delta adds."""

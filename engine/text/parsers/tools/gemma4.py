@@ -56,7 +56,7 @@ class Gemma4(ToolFormat):
 
     def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
         one = f"{grammar.mark('<|tool_call>')} {either(calls)} {grammar.mark(_END)}"
-        return f"({one})+" if parallel else one
+        return f"{one} ({one})*" if parallel else one
 
 
 class _Values:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
 from engine.text.parsers.json_calls import call_object, call_object_rule
-from engine.text.parsers.lark_grammar import Grammar, either
+from engine.text.parsers.lark_grammar import ANYTHING, SPACE, Grammar, containing, either, escaped
 from engine.text.parsers.source import Reading
 
 
@@ -37,7 +37,8 @@ class Llama3Json(ToolFormat):
     def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
         return f'{either(calls)} ("; " {either(calls)})*' if parallel else either(calls)
 
-    def text_and_calls(self, grammar: Grammar, calls: Sequence[str]) -> str:
-        text = grammar.rule("/[^{ \\n](.|\\n)*/")
+    def text_and_calls(self, grammar: Grammar, calls: Sequence[str], marks: Sequence[str]) -> str:
+        # Text after a mark could be read as the beginning of an answer.
+        text = grammar.text(f"{SPACE}*{escaped(self.bare)}{ANYTHING}", containing(marks))
         tag = f"{grammar.mark('<|python_tag|>')}? " if grammar.has("<|python_tag|>") else ""
         return f"({text} | {tag}{self.calls_rule(grammar, calls, parallel=True)})"

@@ -55,5 +55,5 @@ class Mistral(ToolFormat):
     def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
         opener, one = grammar.mark("[TOOL_CALLS]"), either(calls)
         if grammar.has("[ARGS]"):
-            return f"({opener} {one})+" if parallel else f"{opener} {one}"
+            return f"{opener} {one} ({opener} {one})*" if parallel else f"{opener} {one}"
         return f'{opener} "[" {one} (", " {one})* "]"' if parallel else f'{opener} "[" {one} "]"'

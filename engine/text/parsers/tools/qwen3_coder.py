@@ -10,17 +10,31 @@
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
-from engine.text.parsers.lark_grammar import Grammar, either, escaped, quoted, regex, string_regex
+from engine.text.parsers.lark_grammar import (
+    ANYTHING,
+    SPACE,
+    Grammar,
+    containing,
+    either,
+    escaped,
+    quoted,
+    string_regex,
+)
 from engine.text.parsers.schema_values import STRING, in_json, json_of, property_of, resolved, typed, types_of
 from engine.text.parsers.source import BrokenCall, Reading, Source
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _MOST_SPACE = 256  # characters between two tags
+_IN_JSON = re.compile(r'\\[\s\S]|"')  # what decides where a string ends
+# Where a value would end before its closing tag (`_value`)
+_ENDS_EARLY = (f"({ANYTHING}\\n)?{escaped(_PARAMETER)}{ANYTHING}",
+               f"{ANYTHING}{escaped(_PARAMETER_END)}{SPACE}*({escaped(_PARAMETER)}|{escaped(_FUNCTION_END)}){ANYTHING}")
 
 
 class Qwen3Coder(ToolFormat):
@@ -50,7 +64,7 @@ class Qwen3Coder(ToolFormat):
                 calls.arguments('"')
             else:
                 pieces: list[str] = []
-                yield from _value(calls, pieces.append)
+                yield from _value(calls, pieces.append, as_json="string" not in types)
                 calls.arguments(json_of(typed("".join(pieces), types)))
         if (yield from source.starts_with(_FUNCTION_END)):
             source.take(len(_FUNCTION_END))
@@ -70,39 +84,51 @@ class Qwen3Coder(ToolFormat):
         if isinstance(properties, Mapping) and properties:
             for key, value in properties.items():
                 optional = "" if isinstance(required, list) and key in required else "?"
-                parameters.append(_parameter_rule(grammar, key, value, schema, strict=strict) + optional)
-        elif schema.get("additionalProperties", not strict):
-            parameters.append(grammar.rule(f'"<parameter=" /[^>\\n]{{1,64}}/ ">\\n" {_raw(grammar, None)}') + "*")
-        return grammar.rule(f'{quoted(f"<function={name}>" + chr(10))} {" ".join(parameters)} "</function>\\n"')
+                rule = self._value_rule(grammar, value, schema, strict=strict)
+                parameters.append(grammar.rule(f"{quoted(f'{_PARAMETER}{key}>' + chr(10))} {rule}") + optional)
+        elif more := schema.get("additionalProperties", not strict):
+            rule = self._value_rule(grammar, more, schema, strict=strict)
+            parameters.append(grammar.rule(f'"<parameter=" /[^>\\n]{{1,64}}/ ">\\n" {rule}') + "*")
+        return grammar.rule(f'{quoted(f"{name}>" + chr(10))} {" ".join(parameters)} {quoted(_FUNCTION_END)}')
 
     def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
-        one = f'{grammar.mark("<tool_call>")} "\\n" {either(calls)} {grammar.mark("</tool_call>")}'
+        begin, end = quoted(f"\n{_FUNCTION}"), grammar.mark("</tool_call>")
+        one = f'{grammar.mark("<tool_call>")} {begin} {either(calls)} "\\n" {end}'
         return f'{one} ("\\n" {one})*' if parallel else one
 
+    def text_and_calls(self, grammar: Grammar, calls: Sequence[str], marks: Sequence[str]) -> str:
+        """The parser reads a call without an opener, too, so text must not begin like one. With a mark in it, the text
+        behind the mark could be read as the beginning of an answer."""
+        opener, closer = self.openers[0], "</tool_call>"
+        begins = f"{SPACE}*{escaped(_FUNCTION)}"
+        unlike = begins + ANYTHING, containing(mark for mark in marks if mark != opener)
+        text = grammar.text(*unlike)
+        one = self.calls_rule(grammar, calls, parallel=False)
+        if grammar.has(opener):
+            before, end = f"{text}?", f'"\\n"? {grammar.mark(closer)}'
+        else:
+            before = grammar.lexeme(f"{ANYTHING}{escaped(opener)}", *unlike, lazy=True)
+            one, end = one.removeprefix(quoted(opener)), grammar.lexeme(f"\\n?{escaped(closer)}")
+        bare = f"{grammar.lexeme(begins)} {either(calls)} ({end})?"
+        return f"({before} {one} | {bare})* {text}?"
 
-def _parameter_rule(grammar: Grammar, key: str, schema: Any, root: Schema, *, strict: bool) -> str:
-    schema = resolved(schema, root)
-    types = types_of(schema, root) or STRING
-    values = schema.get("enum") if isinstance(schema, Mapping) else None
-    if isinstance(schema, Mapping) and "const" in schema:
-        values = [schema["const"]]
-    end = quoted(f"\n{_PARAMETER_END}\n")
-    if isinstance(values, list) and values:
-        texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-        value = f"{either([quoted(text) for text in texts])} {end}"
-    elif "string" in types:
-        value = _raw(grammar, string_regex(schema) if types == STRING else None)
-    else:
-        value = f"{grammar.json(schema, root, strict=strict)} {end}"
-    return grammar.rule(f"{quoted(f'{_PARAMETER}{key}>' + chr(10))} {value}")
-
-
-def _raw(grammar: Grammar, pattern: str | None) -> str:
-    """Any text, or text that matches a pattern, up to the closing tag."""
-    end = f"\n{_PARAMETER_END}\n"
-    if pattern is None:
-        return grammar.rule(regex(f"(.|\\n)*{escaped(end)}"), "[lazy]")
-    return f"{grammar.rule(regex(pattern))} {quoted(end)}"
+    def _value_rule(self, grammar: Grammar, schema: Any, root: Schema, *, strict: bool) -> str:
+        """The value of a parameter, and its closing tag."""
+        schema = resolved(schema, root)
+        types = types_of(schema, root) or STRING
+        values = schema.get("enum") if isinstance(schema, Mapping) else None
+        if isinstance(schema, Mapping) and "const" in schema:
+            values = [schema["const"]]
+        end = f"\n{_PARAMETER_END}\n"
+        if isinstance(values, list) and values:
+            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+            return f"{either([quoted(text) for text in texts])} {quoted(end)}"
+        if "string" not in types:
+            return f"{grammar.json(schema, root, strict=strict)} {quoted(end)}"
+        pattern = string_regex(schema) if types == STRING else None
+        marks = () if grammar.has(self.openers[0]) else self.marks
+        # One lexeme with the tag: a lexeme of the value alone would go on into the tag.
+        return grammar.lexeme(f"({pattern or ANYTHING}){escaped(end)}", *_ENDS_EARLY, containing(marks), lazy=True)
 
 
 def _name(calls: CallWriter) -> Reading[str]:
@@ -114,19 +140,41 @@ def _name(calls: CallWriter) -> Reading[str]:
     return name.strip()
 
 
-def _value(calls: CallWriter, out: Callable[[str], None]) -> Reading[None]:
+class _JsonStrings:
+    """Follows a value, to know whether it is inside a string of JSON. Only objects and arrays are read as JSON."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._begun = self._json = False
+        self._held = ""  # a backslash whose escape goes on
+
+    def read(self, text: str) -> None:
+        if not self._begun and (begin := text.lstrip()):
+            self._begun, self._json = True, begin[0] in "{["
+        if not self._json:
+            return
+        text = self._held + text
+        self._held = "\\" if (len(text) - len(text.rstrip("\\"))) % 2 else ""
+        quotes = sum(found[0] == '"' for found in _IN_JSON.finditer(text))
+        self.inside ^= quotes % 2 == 1
+
+
+def _value(calls: CallWriter, out: Callable[[str], None], *, as_json: bool = False) -> Reading[None]:
     """Pass the value on, without the line breaks after its opening and before its closing tag.
 
     A value may contain anything, even tags, so a closing tag counts only if the call can continue after it. If it is
-    missing, the value ends where the next tag begins a line.
+    missing, the value ends where the next tag begins a line. `as_json`: tags inside a string of JSON are part of it.
     """
     source = calls.source
     if (yield from source.character()) == "\n":
         source.take(1)
     held, line_begins = "", True  # held: a line break that may be the last one
+    strings = _JsonStrings()
 
     def say(text: str) -> None:
         nonlocal held, line_begins
+        if as_json:
+            strings.read(text)
         text = held + text
         held = "\n" if text[-1] == "\n" else ""
         line_begins = bool(held)
@@ -134,8 +182,13 @@ def _value(calls: CallWriter, out: Callable[[str], None]) -> Reading[None]:
             out(text)
 
     with source.value():
-        while found := (yield from source.text_until((_PARAMETER_END, _PARAMETER, _FUNCTION_END), say)):
-            if found == _PARAMETER_END:
+        while (found := (yield from source.text_until((_PARAMETER_END, _PARAMETER, _FUNCTION_END), say))) or (
+                strings.inside and source.text_mark()):
+            if not found:
+                continue
+            if strings.inside:
+                pass
+            elif found == _PARAMETER_END:
                 if (yield from _goes_on(source, len(found))):
                     source.take(len(found))
                     return

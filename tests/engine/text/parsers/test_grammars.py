@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from engine.core.params import SamplingParams
 from engine.errors import InvalidRequestError
 from engine.text.detok import Detokenizer
+from engine.text.grammar import forms
 from engine.text.parsers.answer_grammar import calls_grammar
 from engine.text.parsers.events import Parsed, ParserLimits, parsed
 from engine.text.parsers.registry import OutputFormat, output_format
@@ -86,18 +87,36 @@ class Model:
             ids.append(token)
         pytest.skip("it wrote on and on")
 
-    def parse(self, ids: list[int], schemas: dict[str, dict] = SCHEMAS) -> Parsed:
-        return read(self.form, self.tokenizer, ids, schemas)
+    def parse(self, ids: list[int], schemas: dict[str, dict] = SCHEMAS, **options: Any) -> Parsed:
+        return read(self.form, self.tokenizer, ids, schemas, **options)
+
+    def beside(self, answer: dict[str, Any], **options: Any) -> Any:
+        """The grammar of an answer in this format, or of calls."""
+        form = self.form
+        assert form.tools is not None
+        lark = calls_grammar(form.tools, form.reasoning, form.ids, SCHEMAS, **{
+            "strict": frozenset(SCHEMAS), "forced": False, "parallel": True, "thinking": False, "may_think": True,
+            "answers": True, **options})
+        matcher = LLMatcher(self.matchers, forms.whole(answer, lark))
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def allows(self, matcher: Any, text: str) -> bool:
+        """Whether this can be the whole answer, token by token."""
+        ids = [*self.tokenizer.encode_trusted(text, False), self.eos]
+        return matcher.validate_tokens(ids) == len(ids)
 
 
-def read(form: OutputFormat, tokenizer: TextTokenizer, ids: list[int], schemas: dict[str, dict]) -> Parsed:
-    parse = form.parser(calls=True, schemas=schemas, thinking=False, limits=ParserLimits())
+def read(form: OutputFormat, tokenizer: TextTokenizer, ids: list[int], schemas: dict[str, dict], *,
+         thinking: bool = False, formatted: bool = False) -> Parsed:
+    parse = form.parser(calls=True, schemas=schemas, thinking=thinking, limits=ParserLimits(), formatted=formatted)
     delta = Detokenizer(tokenizer, SamplingParams(), form.watched(calls=True)).push(ids, finished=True)
     events = [event for parts in delta.parts for event in parse.push(parts)]
     return parsed([*events, *parse.finish()])
 
 
 MODELS = {family: Model(family) for family in FAMILIES}
+SPELLED = {family: Model(family, tokens=False) for family in FAMILIES if family != "gemma4"}  # marks are text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -177,3 +196,112 @@ def test_hostile_schemas_are_refused_in_a_moment(family: str) -> None:
         with contextlib.suppress(InvalidRequestError):  # what is not refused is finite
             calls_grammar(model.form.tools, None, model.form.ids, {"f": schema}, strict=frozenset(), forced=True,
                           parallel=True, thinking=False, may_think=False)
+
+
+# -- in free answers: whatever the parser reads as a call is right, or the grammar refuses it
+
+
+def qwen(city: str = "x", *, days: str = "1", item: str = '{"name": "x"}', opened: bool = True) -> str:
+    call = (f"<function=get_weather>\n<parameter=city>\n{city}\n</parameter>\n<parameter=days>\n{days}\n</parameter>\n"
+            f"<parameter=list>\n[{item}]\n</parameter>\n</function>")
+    return f"<tool_call>\n{call}\n</tool_call>" if opened else call
+
+
+RIGHT, WRONG = qwen(opened=False), "<function=get_weather>\n<parameter=city>\n7\n</parameter>\n</function>"
+NAMED = '{"name": "get_weather", "arguments": {"city": 7}}'
+LENIENT = {
+    "qwen3.6": [WRONG, f"<tool_call>{WRONG}", qwen("a</parameter><parameter=days>99"), qwen("a</parameter></function>"),
+                qwen("a\n<parameter=days>\n99"), qwen("<parameter=days>\n9"), qwen("</parameter>\n"),
+                qwen("</tool_call>")],
+    "qwen3": [f"<tool_call>{NAMED}", f"<tool_call>[{NAMED}]", '<tool_call>{"name": "now", "parameters": {"a": 1}}'],
+    "llama3": [NAMED, NAMED.replace("arguments", "parameters"), f"<|python_tag|>{NAMED}",
+               '{"parameters": {}, "name": "get_weather"}'],
+    "mistral": [f"[TOOL_CALLS][{NAMED}]", f"[TOOL_CALLS]{NAMED}", "[TOOL_CALLS]get_weather[ARGS]{}",
+                "[TOOL_CALLS]get_weather{}", "[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{}"],
+    "gemma4": ["<|tool_call>call:get_weather{city:7}<tool_call|>", "<|tool_call>:get_weather{}",
+               "<|tool_call>call:get_weather(city:7)<tool_call|>"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_form_of_a_call_escapes_its_schema(family: str, tokens: bool) -> None:
+    if family == "gemma4" and not tokens:
+        pytest.skip("its strings have no end if quotes are text")
+    model = (MODELS if tokens else SPELLED)[family]
+    opener, closer = THINKING.get(family, ("<think>", "</think>"))
+    begun = [matcher(thinking=thinking) for thinking in (False, True) for matcher in (
+        lambda **options: (model.grammar(forced=False, **options), options, False),
+        lambda **options: (model.beside(forms.regex("(.|\n)*", "regex"), **options), options, True),
+        lambda **options: (model.beside({"json_schema": {"type": "string"}}, **options), options, True))]
+    read_as_calls = 0
+    for call in LENIENT[family]:
+        for before in ("", "\n", "\t ", "\u3000\x1c", "Hi ", f"{opener}hm{closer}", f"{opener}hm",
+                       f"Hi{opener}hm{closer}", f"{opener}hm {call}{closer}", "</tool_call>", closer, f"so{closer}",
+                       f"so {call}{closer}"):
+            for text in (before + call, before + json.dumps(call)):
+                ids = model.tokenizer.encode_trusted(text, False)
+                for matcher, options, formatted in begun:
+                    wrong = [called for called in model.parse(ids, **options, formatted=formatted).calls
+                             if not jsonschema_rs.is_valid(SCHEMAS[called.name], json.loads(called.arguments))]
+                    read_as_calls += bool(wrong)
+                    assert not (wrong and model.allows(matcher, text)), (text, wrong)
+    assert read_as_calls
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("text, calls, content", [
+    (RIGHT, 1, ""), (f"\n {RIGHT}\n</tool_call>", 1, ""), (f"{RIGHT}</tool_call>\n{RIGHT}\nbye", 2, "bye"),
+    (f"{RIGHT}\n{qwen()}\n{RIGHT}", 3, ""), (f"Hi\n{qwen()}\nand\n{qwen()}", 2, "Hiand"),
+    (f"<think>\nhm\n</think>\n\n{RIGHT}", 1, ""), (f"<think>\nhm\n</think>\n\nSo: {qwen()}", 1, "So:"),
+    ("<function=now>\n</function>", 1, ""), (qwen("<function="), 1, ""), (qwen("</function>"), 1, ""),
+    (qwen("x", days="14"), 1, ""),
+    ("Write <function=get_weather> first", 0, "Write <function=get_weather> first"), (f"Hi {WRONG}", 0, f"Hi {WRONG}"),
+    ("<function", 0, "<function"), ("\n\n<b>", 0, "\n\n<b>"), ("a < b", 0, "a < b"),
+    (WRONG, None, ""), (f"{qwen()}\n{WRONG}", None, ""), ("<function=rm>\n</function>", None, ""),
+    (f"<think>\nhm\n</think>\n\n{WRONG}", None, ""), (qwen("thirteen char"), None, ""),
+])  # fmt: skip
+def test_qwen_forgets_the_opener_of_a_strict_call(text: str, calls: int | None, content: str, tokens: bool) -> None:
+    """`calls` None: the grammar refuses it."""
+    model = (MODELS if tokens else SPELLED)["qwen3.6"]
+    for parallel in (True, False):
+        matcher = model.grammar(forced=False, parallel=parallel)
+        assert model.allows(matcher, text) == (calls is not None)
+    if calls is not None:
+        result = model.parse(model.tokenizer.encode_trusted(text, False))
+        assert (len(result.calls), result.content) == (calls, content)
+        for call in result.calls:
+            jsonschema_rs.validate(SCHEMAS[call.name], json.loads(call.arguments))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_format_or_a_call(family: str) -> None:
+    model, form = MODELS[family], forms.json_schema({"type": "object"}, "json", strict=True)
+    spelled = [(SPELLED[family], "".join(marks_of(family)))] if family in SPELLED else []
+    for answers, marks in [(model, ""), *spelled]:
+        text = f'{{"name": "get_weather", "parameters": {{"a": "{marks} <function= "}}}}'
+        assert answers.allows(answers.beside(form), text)
+        result = answers.parse(answers.tokenizer.encode_trusted(text, False), formatted=True)
+        assert (result.content, result.reasoning, result.calls) == (text, "", [])
+    for seed in range(4):
+        begin = [model.form.ids[model.form.tools.openers[0]]]  # type: ignore[union-attr]
+        matcher = model.beside(form)
+        assert matcher.consume_tokens(begin)
+        result = model.parse(begin + model.write(matcher, random.Random(seed)), formatted=True)
+        assert result.calls
+        for call in result.calls:
+            jsonschema_rs.validate(SCHEMAS[call.name], json.loads(call.arguments, parse_float=lambda text: 0.5))
+
+
+def test_a_tag_in_a_string_of_json_is_part_of_it() -> None:
+    lists = {"f": {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}},
+                   "required": ["a"], "additionalProperties": False}}
+    for model in (MODELS["qwen3.6"], SPELLED["qwen3.6"]):
+        for item in ('</parameter></function>', '</parameter><parameter=a>', 'a \\" </parameter><parameter=a>'):
+            text = f'<function=f>\n<parameter=a>\n["{item}"]\n</parameter>\n</function>'
+            assert model.allows(model.grammar(lists, forced=False), text)
+            call = model.parse(model.tokenizer.encode_trusted(text, False), lists).calls[0]
+            assert json.loads(call.arguments) == {"a": [json.loads(f'"{item}"')]}
+    text = '<function=f>\n<parameter=a>\n["</tool_call>"]\n</parameter>\n</function>'
+    call = model.parse(model.tokenizer.encode_trusted(text, False), lists).calls[0]
+    assert json.loads(call.arguments) == {"a": ["</tool_call>"]}, "the mark is text, because it is no token"
