@@ -176,7 +176,7 @@ async def test_a_pilot_at_work_shows_its_figures_and_its_keys(
             await until(pilot, lambda: f"X {stop}" in rows(app)[-1])
             assert f"N {further}" not in rows(app)[-1], "its time is not over"
             for said in ("search-and-hr-of-all-sites-01", "0a1b2c31", "93.41% (1,284,301)", "12,345 ms", "+6"):
-                assert said in seen(app)
+                await until(pilot, lambda said=said: said in seen(app))
             assert widths(app) == {80}
             assert not plain or seen(app).isascii()
             waits = True

@@ -10,6 +10,6 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
     kernel of another graph might wait for ever. Whoever records runs the step first, and records it again
     (worker/cuda_graphs.py).
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # kernels may only be listed here
         raise RuntimeError("counters cannot be made while a graph is recorded")
     return torch.zeros(count, dtype=torch.int32, device=device)
