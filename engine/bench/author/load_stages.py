@@ -69,8 +69,8 @@ def _row(
             seconds.append(time.perf_counter() - start)
     middle = statistics.median(seconds)
     report.say(f"{stage} {setting}: {size / middle / 1e9:.2f} GB/s")
-    return {"bench": "load", "stage": stage, "cold": cold, **setting, "gb_s": round(size / middle / 1e9, 2),
-            "gb_s_all": [round(size / each / 1e9, 2) for each in seconds]}  # fmt: skip
+    return {"bench": "load", "stage": stage, "cold": cold, **setting, "gb_s": _digits(size / middle / 1e9),
+            "gb_s_all": [_digits(size / each / 1e9) for each in seconds]}  # fmt: skip
 
 
 def _read(tensors: Sequence[TensorInfo], threads: int, buffer_bytes: int) -> None:
@@ -112,3 +112,8 @@ def _both(
             reader.copy_to(target)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _digits(number: float) -> float:
+    """Three digits that count: a small file on a busy disk has a rate, too."""
+    return float(f"{number:.3g}")
