@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS")
     parser.add_argument("--in-process", action="store_true", help="run the tests in this process, without a time limit")
-    parser.add_argument("--no-rates", action="store_true", help="with --in-process: do not measure the GPU's speed")
+    parser.add_argument("--no-rates", action="store_true", help="do not measure the GPU's speed")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)  # when the first process did
     options = parser.parse_args()
     watch = Stopwatch(process_began() if options.began is None else options.began)
@@ -52,6 +52,7 @@ def main() -> int:
             compile_pool.dismiss()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs `finally`: the child ends too
     command = [sys.executable, "-P", "-m", "engine.selftest", "--in-process", "--began", repr(watch.began)]
+    command += ["--no-rates"] if options.no_rates else []
     try:
         return supervise(command, Tally(print_line if options.json else _print_text, watch=watch), options.time_limit)
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ _MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
 _CAPTURE_RELAXED = 2           # CU_STREAM_CAPTURE_MODE_RELAXED
-_EARLY_SCRATCH = 1 << 18       # bytes: 256 for each program, of which there is one on a multiprocessor
+_EARLY_SCRATCH = 1 << 18       # bytes: two TMA descriptors for each of 1,024 programs
 _SLOTS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 

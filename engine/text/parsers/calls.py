@@ -86,8 +86,8 @@ class ToolFormat(ABC):
         begins with it."""
 
     def calls_beside_format(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
-        """As `calls_rule`, where an answer in a format of its own is possible, too. The opener tells them apart, even
-        if the calls of the syntax can do without."""
+        """As `calls_rule`, where an answer in a format of its own is possible, too. The opener tells them apart, so
+        calls have it even in a syntax where it is optional."""
         opener = begins = grammar.mark(self.openers[0])
         if not grammar.has(self.openers[0]):  # the format may allow its text, so it must win
             begins = grammar.lexeme(f"{SPACE}*{escaped(self.openers[0])}", lazy=True)

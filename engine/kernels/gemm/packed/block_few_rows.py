@@ -40,8 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from engine.kernels.gemm.packed.group_scaled import GroupScaled, arrivals
 from engine.kernels.runtime.launcher import interpreted, kernel_in_gluon, target_of, wait_in_order
 
-# Of the warps that run one function.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # pyright: ignore  (Triton 3.6)
+# Waits for the four warps of a half, not for the whole program. In Triton 3.6 it has the second name.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # pyright: ignore
 
 BLOCK = 128  # numbers with one scale, down and across; also the outputs of a tile and the columns of a step
 MOST_ROWS = 128

@@ -186,13 +186,12 @@ def _value(calls: CallWriter, out: Callable[[str], None], *, as_json: bool = Fal
                 strings.inside and source.text_mark()):
             if not found:
                 continue
-            if strings.inside:
-                pass
-            elif found == _PARAMETER_END:
+            if found == _PARAMETER_END and not strings.inside:
                 if (yield from _goes_on(source, len(found))):
                     source.take(len(found))
                     return
-            elif line_begins and (found == _PARAMETER or (yield from _ends(source, len(found)))):
+            elif line_begins and not strings.inside and (
+                    found == _PARAMETER or (yield from _ends(source, len(found)))):
                 return
             say(source.take(len(found)))
     if calls.cut and source.mark() is None:
