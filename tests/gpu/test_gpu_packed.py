@@ -168,7 +168,7 @@ def test_few_rows_that_start_before_their_predecessor_ends() -> None:
     """Each product's kernel begins to read while the one before it still runs."""
     torch.manual_seed(0)
     chain = []
-    for outputs, inner in [(1152, 512), (5120, 6144), (16384, 2048), (128, 1024)] * 4:
+    for outputs, inner in [(1152, 512), (5120, 6144), (34816, 512), (16384, 2048), (128, 1024)] * 4:
         values, scale, _ = in_blocks(outputs, inner)
         x = quantize_rows(torch.randn(33, inner, device=DEVICE, dtype=BF16))
         chain.append((*x, GroupScaled(values, scale, 128, 128, 0)))

@@ -308,8 +308,9 @@ def products_in_blocks(gpu):
         for rows in (8, 16, 32, 64, 128):
             few, few_scale = blank(rows, 5120, dtype=FP8), blank(rows, dtype=torch.float32)
             block_few_rows.gemm(few, few_scale, weight, blank(4096) if rows == 8 else None, dtype=BF16)
-        whole = GroupScaled(blank(16384, 5120, dtype=FP8), blank(128, 40, dtype=torch.float32), 128, 128, 0)
-        block_few_rows.gemm(few, few_scale, whole, dtype=BF16)
+        for tiles in (128, 272):  # a tile for each program, and more than two
+            more = GroupScaled(blank(128 * tiles, 5120, dtype=FP8), blank(tiles, 40, dtype=torch.float32), 128, 128, 0)
+            block_few_rows.gemm(few, few_scale, more, dtype=BF16)
         for gate in ("silu", "gelu_tanh"):
             block_gemv.gated_row(blank(1, 5120), weight, gate)
 

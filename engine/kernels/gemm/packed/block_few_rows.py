@@ -11,8 +11,10 @@ program has a range of steps, which may begin and end within a tile, and goes th
                   |-----------------|-----------------|-----------------|
     programs      |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ...
 
-So a tile's earlier programs leave their sums of it in a workspace before its last program comes to it, which adds them,
-always in the same order. That one waits only for programs with smaller numbers, which started before it.
+So a tile's earlier programs leave their sums of it in a workspace before its last program comes to it. Where a program
+has more steps than a tile, that one begins with them: loading them delays nothing, because W is read ahead meanwhile.
+Else it adds them at the end. The order is always the same. A program waits only for those with smaller numbers, which
+started before it.
 
 Within a program one warp asks the TMA unit for W and x: it begins with W before the previous kernel has ended, and goes
 on while sums are stored. Eight warps multiply, four for each half of a tile's outputs. The weight's rows take the
@@ -46,8 +48,7 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # pyrigh
 BLOCK = 128  # numbers with one scale, down and across; also the outputs of a tile and the columns of a step
 MOST_ROWS = 128
 _HALF = 64  # outputs: what one instruction of four warps multiplies
-_ROWS = (8, 16, 32, 64, 128)  # the most rows of each kernel variant
-_STAGE_BYTES = 222_000  # of all stages; the rest of the shared memory serves for storing y
+_STAGES = {8: 9, 16: 9, 32: 9, 64: 6, 128: 4}  # by the most rows; with more stages an H100 is slower
 _REGISTERS = 168  # of a thread: as many as 65,536 allow for 384 threads
 _WHOLE_USE = 0.94  # of the multiprocessors' time: with so much, programs have whole tiles
 _KEPT_ROWS = 64  # up to here a thread has registers for the scales of its rows while it multiplies
@@ -111,11 +112,11 @@ def _leave(sums, partial_ptr, arrivals_ptr, tile, place, HALF_ID: gl.constexpr, 
 
 
 @gluon.jit
-def _with_others(
+def _add_others(
     sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID: gl.constexpr, STEPS: gl.constexpr,
     UNIT: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
-    """The sums of this program, the tile's last one, and those of all before it."""
+    """Add the sums of all programs before this one, the tile's last."""
     first = _program_of(tile * STEPS, steps, UNIT)
     due = gl.program_id(0) - first
     arrived = gl.atomic_add(arrivals_ptr + 2 * tile + HALF_ID, 0, sem="acquire")
@@ -131,7 +132,7 @@ def _with_others(
 def _multiply(
     xs, ws, full, empty, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, begin, end, steps,
     HALF_ID: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr, KEPT_ROWS: gl.constexpr,
-    HALF: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    HALF: gl.constexpr, UNIT: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """What the four warps of a half do."""
     added: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
@@ -154,6 +155,13 @@ def _multiply(
         scale_at = scale_ptr + tile * STEPS
         scale = gl.load(scale_at + last)
         sums = gl.zeros([HALF, ROWS], gl.float32, added)
+        is_complete = last == STEPS - 1
+        has_others = is_complete & (first > 0)
+        if UNIT < STEPS and ADD_FIRST:
+            if has_others:
+                sums = _add_others(
+                    sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, HALF * ROWS
+                )
         for j in range(last - first + 1):
             next_scale = gl.load(scale_at + gl.maximum(last - j - 1, 0))
             mbarrier.wait(full.index(stage), phase)
@@ -169,14 +177,14 @@ def _multiply(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        is_complete = last == STEPS - 1
         if UNIT < STEPS:
             if not is_complete:
                 _leave(sums, partial_ptr, arrivals_ptr, tile, place, HALF_ID, HALF * ROWS)
-            elif first > 0:
-                sums = _with_others(
-                    sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, HALF * ROWS
-                )
+            if not ADD_FIRST:
+                if has_others:
+                    sums = _add_others(
+                        sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, HALF * ROWS
+                    )
         if is_complete:
             n = tile * (2 * HALF) + HALF_ID * HALF
             if ROWS > KEPT_ROWS:
@@ -192,7 +200,7 @@ def _multiply(
 def _few_rows_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, x_stride, N: gl.constexpr,
     K: gl.constexpr, STEP: gl.constexpr, ROWS: gl.constexpr, KEPT_ROWS: gl.constexpr, HALF: gl.constexpr,
-    UNIT: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    UNIT: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = K // STEP
     bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -212,9 +220,9 @@ def _few_rows_kernel(
     gl.warp_specialize(
         [
             (_multiply, (xs, ws, full, empty, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M,
-                         begin, end, steps, 0, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, STAGES, PDL)),
+                         begin, end, steps, 0, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, ADD_FIRST, STAGES, PDL)),
             (_multiply, (xs, ws, full, empty, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M,
-                         begin, end, steps, 1, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, STAGES, PDL)),
+                         begin, end, steps, 1, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, ADD_FIRST, STAGES, PDL)),
             (_read, (x_desc, w_desc, xs, ws, full, empty, begin, end, STEPS, ROWS, HALF, STEP, STAGES, PDL)),
         ],
         [4, 1],
@@ -257,7 +265,7 @@ def gemm(
     `dtype`."""
     rows, (outputs, inner) = x.shape[0], weight.shape
     y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    padded = next(size for size in _ROWS if rows <= size)
+    padded = next(most for most in _STAGES if rows <= most)
     tiles, in_tile = outputs // BLOCK, inner // BLOCK
     programs, whole = _programs(tiles, target_of(x.device).multiprocessors)
     programs = min(programs, tiles * in_tile)
@@ -268,6 +276,6 @@ def gemm(
     _few_rows_kernel(
         (programs,), x, weight.values, x_scale, weight.scale, bias, y, partial, arrived, rows, x.stride(0), N=outputs,
         K=inner, STEP=BLOCK, ROWS=padded, KEPT_ROWS=_KEPT_ROWS, HALF=_HALF, UNIT=in_tile if whole else 1,
-        STAGES=_STAGE_BYTES // ((BLOCK + padded) * BLOCK), num_warps=4,
+        ADD_FIRST=programs <= tiles, STAGES=_STAGES[padded], num_warps=4,
     )  # fmt: skip
     return y

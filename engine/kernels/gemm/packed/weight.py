@@ -58,7 +58,8 @@ class Packed:
         """The rows with these indices, in this order."""
         zero, factor = (None if t is None else t[index] for t in (self.zero, self.factor))
         values, scale = _rows_of(self.values, index), _rows_of(self.scale, index)
-        return replace(self, values=values, scale=scale, zero=zero, block=1, factor=factor)
+        block = self.block if _keeps_blocks(index, self.block) else 1
+        return replace(self, values=values, scale=scale, zero=zero, block=block, factor=factor)
 
     def joins(self, other: "Packed") -> bool:
         """Whether one kernel can multiply both as one weight."""
@@ -101,6 +102,15 @@ def _above_one_another(parts: list[Packed]) -> Packed:
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Not every operation takes fp8."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _keeps_blocks(index: torch.Tensor, block: int) -> bool:
+    """Whether rows of a block stay together, in their order, as where the heads of q and of its gate are sorted."""
+    if len(index) % block:
+        return False
+    blocks = index.view(-1, block)
+    first, within = blocks[:, :1], torch.arange(block, device=index.device)
+    return bool(((first % block == 0) & (blocks == first + within)).all())
 
 
 def _rows_of(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

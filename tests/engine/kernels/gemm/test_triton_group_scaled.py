@@ -90,7 +90,15 @@ def test_joined_blocks_stay_blocks_if_they_stay_aligned():
     short = fp8(256, 256, blocks=True)
     short = replace(short, values=short.values[:144], scale=short.scale[:144])
     assert group_scaled.group_scaled(joined([short, fp8(256, 256, blocks=True)])[0]).block_rows == 1
-    assert group_scaled.group_scaled(whole.rows(torch.arange(384))).block_rows == 1
+
+
+def test_rows_in_another_order_stay_in_blocks_if_whole_blocks_move():
+    whole = joined([fp8(256, 256, blocks=True), fp8(128, 256, blocks=True)])[0]
+    sorted_heads = whole.rows(torch.arange(384).view(3, 128)[[2, 0, 1]].flatten())
+    assert group_scaled.group_scaled(sorted_heads).block_rows == 128
+    torch.testing.assert_close(group_scaled.group_scaled(sorted_heads).scale, whole.scale[[256, 0, 128]])
+    for torn in (torch.arange(384).roll(64), torch.arange(384).flip(0), torch.arange(320)):
+        assert group_scaled.group_scaled(whole.rows(torn)).block_rows == 1
 
 
 @pytest.mark.parametrize(("inner", "rows", "with_norm"), [(512, 1, False), (640, 2, True), (384, 4, True)])
