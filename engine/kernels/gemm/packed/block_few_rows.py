@@ -157,7 +157,7 @@ def _multiply(
         sums = gl.zeros([HALF, ROWS], gl.float32, added)
         is_complete = last == STEPS - 1
         has_others = is_complete & (first > 0)
-        if UNIT < STEPS and ADD_FIRST:
+        if UNIT < STEPS and ADD_FIRST:  # noqa: SIM102 - decided when the kernel is compiled, the next when it runs
             if has_others:
                 sums = _add_others(
                     sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, HALF * ROWS
@@ -180,7 +180,7 @@ def _multiply(
         if UNIT < STEPS:
             if not is_complete:
                 _leave(sums, partial_ptr, arrivals_ptr, tile, place, HALF_ID, HALF * ROWS)
-            if not ADD_FIRST:
+            if not ADD_FIRST:  # noqa: SIM102
                 if has_others:
                     sums = _add_others(
                         sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, HALF * ROWS

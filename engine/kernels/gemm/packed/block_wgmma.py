@@ -9,7 +9,10 @@ scale.
 
 One program of twelve warps runs on each multiprocessor and computes tile after tile of 192 rows and 256 outputs. Each
 four warps, a part, multiply 64 of the rows. While one part scales its sums, the tensor cores work for the others. The
-last part also asks the TMA unit for the next x and W whenever all parts have read a stage of shared memory:
+last part also asks the TMA unit for the next x and W whenever all parts have read a stage of shared memory. Tiles of
+the last row blocks may be low: they have 128 rows, for which it multiplies nothing. With some of these, all programs
+end at about the same time: 8,192 rows and 5,120 outputs are 6.5 waves of high tiles, but six of high and one of low.
+
 
     xs [stages x parts, 64, 128]    full    a barrier for each stage: x and W have arrived
     ws [stages, 256, 128]           empty   ... all parts have read them
@@ -18,6 +21,9 @@ last part also asks the TMA unit for the next x and W whenever all parts have re
 
 # Gluon's annotations describe what its compiler sees, not what a kernel's source says:
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,6 +44,8 @@ BLOCK = 128  # numbers with one scale, down and across; also the columns of a st
 _PART = 64   # rows: what one instruction of four warps multiplies
 _PARTS = 3
 _BLOCK_M, _BLOCK_N = _PARTS * _PART, 256
+_LOW_M = _BLOCK_M - _PART
+_MOST_LOW = 12  # row blocks of low tiles
 _BAND = 11   # row blocks that use the same part of the weight while it is in the L2 cache
 _STAGES = 3
 _REGISTERS = 168  # of a thread: as many as 65,536 allow for 384 threads
@@ -46,24 +54,36 @@ _LEAST_USE = 0.8  # of the multiprocessors' time; with less, the library is as f
 
 
 @gluon.jit
-def _place(tile, M, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BAND: gl.constexpr):
-    """The first row and the first output of a tile."""
+def _place(
+    tile, tiles, high, N: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BAND: gl.constexpr,
+):  # fmt: skip
+    """The first row and the first output of a tile, and whether it is a low one."""
     ACROSS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     IN_BAND: gl.constexpr = BAND * ACROSS
-    first = tile // IN_BAND * BAND
-    height = gl.minimum(gl.cdiv(M, BLOCK_M) - first, BAND)
-    return (first + tile % IN_BAND % height) * BLOCK_M, tile % IN_BAND // height * BLOCK_N
+    is_low = tile >= high * ACROSS
+    band = gl.where(is_low, high, tile // IN_BAND * BAND)  # its first row block
+    blocks = gl.where(is_low, tiles // ACROSS - high, gl.minimum(high - band, BAND))
+    place = tile - band * ACROSS
+    block = place % blocks
+    m = band * (PARTS * ROWS) + block * gl.where(is_low, (PARTS - 1) * ROWS, PARTS * ROWS)
+    return m, place // blocks * BLOCK_N, is_low
 
 
 @gluon.jit
 def _load(
-    x_desc, w_desc, xs, ws, full, stage, m, n, k, PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STEP: gl.constexpr,
+    x_desc, w_desc, xs, ws, full, stage, m, n, k, is_low, PARTS: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """Ask for the x and W of a step."""
     arrived = full.index(stage)
-    mbarrier.expect(arrived, (PARTS * ROWS + BLOCK_N) * STEP)
-    for part in gl.static_range(PARTS):
+    LAST: gl.constexpr = PARTS - 1
+    if is_low:
+        mbarrier.expect(arrived, (LAST * ROWS + BLOCK_N) * STEP)
+    else:
+        mbarrier.expect(arrived, (PARTS * ROWS + BLOCK_N) * STEP)
+        tma.async_copy_global_to_shared(x_desc, [m + LAST * ROWS, k], arrived, xs.index(PARTS * stage + LAST))
+    for part in gl.static_range(LAST):
         tma.async_copy_global_to_shared(x_desc, [m + part * ROWS, k], arrived, xs.index(PARTS * stage + part))
     tma.async_copy_global_to_shared(w_desc, [n, k], arrived, ws.index(stage))
 
@@ -78,19 +98,18 @@ def _store(y_desc, ys, y, m, n):
 
 @gluon.jit
 def _multiply(
-    x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles, PART: gl.constexpr,
-    N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STEP: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles, high,
+    PART: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STEP: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the four warps of a part do."""
     STEPS: gl.constexpr = K // STEP
-    BLOCK_M: gl.constexpr = PARTS * ROWS
     LOADS: gl.constexpr = PART == PARTS - 1  # it comes last to the end of a step, so it waits for no other part
     LAST_BLOCK: gl.constexpr = N // STEP - 1
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
     column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, sums))
     programs = gl.num_programs(0)
-    m, n = _place(gl.program_id(0), M, N, BLOCK_M, BLOCK_N, BAND)
+    m, n, is_low = _place(gl.program_id(0), tiles, high, N, PARTS, ROWS, BLOCK_N, BAND)
     left_ratio = gl.load(ratio_ptr + n // STEP * STEPS)
     right_ratio = gl.load(ratio_ptr + gl.minimum(n // STEP + 1, LAST_BLOCK) * STEPS)
     stage = 0
@@ -99,12 +118,15 @@ def _multiply(
     ahead_tile = gl.program_id(0)
     ahead_m = m
     ahead_n = n
+    ahead_low = is_low
     ahead_k = STAGES * STEP
     if LOADS:
         for i in gl.static_range(STAGES):
-            _load(x_desc, w_desc, xs, ws, full, i, m, n, i * STEP, PARTS, ROWS, BLOCK_N, STEP)
+            _load(x_desc, w_desc, xs, ws, full, i, m, n, i * STEP, is_low, PARTS, ROWS, BLOCK_N, STEP)
     for tile in range(gl.program_id(0), tiles, programs):
-        next_m, next_n = _place(gl.minimum(tile + programs, tiles - 1), M, N, BLOCK_M, BLOCK_N, BAND)
+        next_m, next_n, next_low = _place(
+            gl.minimum(tile + programs, tiles - 1), tiles, high, N, PARTS, ROWS, BLOCK_N, BAND
+        )
         left_at = n // STEP * STEPS
         right_at = gl.minimum(n // STEP + 1, LAST_BLOCK) * STEPS
         next_left_at = next_n // STEP * STEPS
@@ -118,42 +140,49 @@ def _multiply(
             next_left = gl.load(ratio_ptr + gl.where(last, next_left_at, left_at + step + 1))
             next_right = gl.load(ratio_ptr + gl.where(last, next_right_at, right_at + step + 1))
             mbarrier.wait(full.index(stage), phase)
-            w = ws.index(stage).permute((1, 0))
-            acc = warpgroup_mma(xs.index(PARTS * stage + PART), w, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(stage), count=1)
-            acc = acc * gl.where(column < STEP, left_ratio, right_ratio)[None, :]
+            if not LOADS or not is_low:
+                w = ws.index(stage).permute((1, 0))
+                acc = warpgroup_mma(xs.index(PARTS * stage + PART), w, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc = acc * gl.where(column < STEP, left_ratio, right_ratio)[None, :]
+            else:
+                mbarrier.arrive(empty.index(stage), count=1)
             left_ratio = next_left
             right_ratio = next_right
             if LOADS:
                 if ahead_tile < tiles:
                     mbarrier.wait(empty.index(stage), phase)
-                    _load(x_desc, w_desc, xs, ws, full, stage, ahead_m, ahead_n, ahead_k, PARTS, ROWS, BLOCK_N, STEP)
+                    _load(x_desc, w_desc, xs, ws, full, stage, ahead_m, ahead_n, ahead_k, ahead_low, PARTS, ROWS,
+                          BLOCK_N, STEP)  # fmt: skip
                 ahead_k += STEP
                 if ahead_k == K:
                     ahead_k = 0
                     ahead_tile += programs
                     ahead_m = next_m
                     ahead_n = next_n
+                    ahead_low = next_low
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        acc = acc * x_scale[:, None]
-        if bias_ptr is not None:
-            acc = acc + gl.load(bias_ptr + n + column, mask=n + column < N, other=0.0).to(gl.float32)[None, :]
-        y = acc.to(ys.dtype).reshape([ROWS, 2, BLOCK_N // 2]).permute((0, 2, 1))
-        left, right = y.split()
-        _store(y_desc, ys.index(PART), left, m + PART * ROWS, n)
-        _store(y_desc, ys.index(PART), right, m + PART * ROWS, n + BLOCK_N // 2)
+        if not LOADS or not is_low:
+            acc = acc * x_scale[:, None]
+            if bias_ptr is not None:
+                acc = acc + gl.load(bias_ptr + n + column, mask=n + column < N, other=0.0).to(gl.float32)[None, :]
+            y = acc.to(ys.dtype).reshape([ROWS, 2, BLOCK_N // 2]).permute((0, 2, 1))
+            left, right = y.split()
+            _store(y_desc, ys.index(PART), left, m + PART * ROWS, n)
+            _store(y_desc, ys.index(PART), right, m + PART * ROWS, n + BLOCK_N // 2)
         m = next_m
         n = next_n
+        is_low = next_low
     tma.store_wait(0)
 
 
 @kernel_in_gluon(_REGISTERS)
 def _block_wgmma_kernel(
-    x_ptr, w_ptr, x_scale_ptr, ratio_ptr, bias_ptr, y_ptr, M, tiles, x_stride, N: gl.constexpr, K: gl.constexpr,
+    x_ptr, w_ptr, x_scale_ptr, ratio_ptr, bias_ptr, y_ptr, M, tiles, high, x_stride, N: gl.constexpr, K: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STEP: gl.constexpr, BAND: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -174,11 +203,11 @@ def _block_wgmma_kernel(
     gl.warp_specialize(
         [
             (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles,
-                         0, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
+                         high, 0, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
             (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles,
-                         1, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
+                         high, 1, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
             (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles,
-                         2, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
+                         high, 2, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
         ],
         [4, 4],
         [168, 168],
@@ -195,10 +224,37 @@ def fits(weight: GroupScaled) -> bool:
     )  # fmt: skip
 
 
+class Tiles(NamedTuple):
+    """Row blocks of high and of low tiles, and how many times the busiest program multiplies the rows of a part."""
+
+    high: int
+    low: int
+    parts: int
+
+
+@functools.lru_cache(4096)
+def _tiles(rows: int, outputs: int, programs: int) -> Tiles:
+    """The tiles with which the busiest program has least to do. Programs take high tiles in turn, then low ones."""
+    across = triton.cdiv(outputs, _BLOCK_N)
+    best = None
+    for low in range(_MOST_LOW + 1):
+        high = max(0, triton.cdiv(rows - low * _LOW_M, _BLOCK_M))
+        # The busiest program is the first, or the first of those with one high tile less.
+        parts = max(
+            (_PARTS - 1) * triton.cdiv((high + low) * across - program, programs)
+            + triton.cdiv(high * across - program, programs)
+            for program in (0, high * across % programs)
+        )
+        if best is None or parts < best.parts:
+            best = Tiles(high, low, parts)
+    assert best is not None
+    return best
+
+
 def wins(rows: int, weight: GroupScaled) -> bool:
-    """Whether tiles of so many rows keep the GPU busy."""
+    """Whether high tiles of so many rows keep the GPU busy."""
     programs = target_of(weight.values.device).multiprocessors
-    waves = triton.cdiv(_tiles(rows, weight.shape[0]), programs)
+    waves = triton.cdiv(triton.cdiv(rows, _BLOCK_M) * triton.cdiv(weight.shape[0], _BLOCK_N), programs)
     return rows * weight.shape[0] >= _LEAST_USE * waves * programs * _BLOCK_M * _BLOCK_N
 
 
@@ -211,10 +267,6 @@ def ratios(scale: torch.Tensor) -> torch.Tensor | None:
     if not bool(((least > 0) & (most < least * _MOST_RATIO)).all()):
         return None
     return torch.cat((scale[:, :-1] / scale[:, 1:], scale[:, -1:]), 1).contiguous()
-
-
-def _tiles(rows: int, outputs: int) -> int:
-    return triton.cdiv(rows, _BLOCK_M) * triton.cdiv(outputs, _BLOCK_N)
 
 
 def gemm(
@@ -230,10 +282,11 @@ def gemm(
     in `dtype`."""
     rows, (outputs, inner) = x.shape[0], values.shape
     y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    tiles = _tiles(rows, outputs)
+    programs = target_of(x.device).multiprocessors
+    tiles = _tiles(rows, outputs, programs)
+    count = (tiles.high + tiles.low) * triton.cdiv(outputs, _BLOCK_N)
     _block_wgmma_kernel(
-        (min(tiles, target_of(x.device).multiprocessors),), x, values, x_scale, ratio, bias, y, rows, tiles,
-        x.stride(0), N=outputs, K=inner, PARTS=_PARTS, ROWS=_PART, BLOCK_N=_BLOCK_N, STEP=BLOCK, BAND=_BAND,
-        STAGES=_STAGES, num_warps=4,
+        (min(count, programs),), x, values, x_scale, ratio, bias, y, rows, count, tiles.high, x.stride(0), N=outputs,
+        K=inner, PARTS=_PARTS, ROWS=_PART, BLOCK_N=_BLOCK_N, STEP=BLOCK, BAND=_BAND, STAGES=_STAGES, num_warps=4,
     )  # fmt: skip
     return y
