@@ -6,8 +6,10 @@ and weights stay in their 16 bits (fp16_weight.py). The instruction set decides,
 answer differently after a restart because the machine was busy.
 """
 
+import functools
 import os
 import platform
+from pathlib import Path
 
 import torch
 
@@ -31,6 +33,18 @@ def has_bf16_products() -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     limit = next((value for name in _LIMITS if (value := os.environ.get(name))), "")
     return torch.cpu._is_avx512_bf16_supported() and limit.lower() not in _WITHOUT_BF16
+
+
+@functools.cache
+def reads_bf16_slowly(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether oneDNN reads bf16 weights at half the speed of the memory or less, for few rows: on a Zen 4, the only CPU
+    of AMD's family 25 with bf16 instructions."""
+    try:
+        first, _, _ = cpuinfo.read_text(encoding="ascii", errors="replace").partition("\n\n")
+    except OSError:
+        return False
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    return (facts.get("vendor_id"), facts.get("cpu family")) == ("AuthenticAMD", "25") and has_bf16_products()
 
 
 def describe(stored: torch.dtype, compute: torch.dtype) -> str:
