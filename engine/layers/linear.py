@@ -37,8 +37,6 @@ class Linear(nn.Module):
         self.bias = empty_parameter(out_features) if bias else None
         self.gemm: Gemm = PLAIN
         self.packed: Any = None
-        self.few_rows: Any = None
-        self.least_rows = 2
         self.threads = 1
         self.use(UNQUANTIZED.linear)
 
@@ -63,7 +61,7 @@ class Linear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        return sum(form.nbytes for form in (self.packed, self.few_rows) if form is not None)
+        return 0 if self.packed is None else self.packed.nbytes
 
     def forward(self, x: Activations) -> torch.Tensor:
         if isinstance(x, QuantizedRows):

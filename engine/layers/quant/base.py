@@ -60,8 +60,6 @@ class LinearLayer(Sides, Protocol):
     bias: nn.Parameter | None
     gemm: Gemm
     packed: Any       # the weight in the CPU library's own layout; replaces `weight`
-    few_rows: Any     # of a CPU: a copy of the weight for few rows, or None
-    least_rows: int   # ... or rows are repeated until they are so many
     threads: int      # of a CPU GEMM
     weight_t: torch.Tensor   # views of an fp8 weight and its scale, as the library takes them
     scale_row: torch.Tensor

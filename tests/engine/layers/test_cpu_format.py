@@ -11,6 +11,7 @@ from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.core.request import EngineRequest
 from engine.kernels.gemm import cpu_format, fp16_weight
+from engine.layers.linear import Linear
 from engine.worker.startup.build import build_engine
 
 pytestmark = pytest.mark.skipif(not fp16_weight.is_available(), reason="PyTorch has no FBGEMM here")
@@ -141,3 +142,28 @@ def test_float16_weights(smollm2_dir):
                         use_tqdm=False)
     assert output.outputs[0].text == ANSWER
     assert llm.engine.info()["compute_dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("vendor", "family", "rows"), [
+    ("AuthenticAMD", "25", 4), ("AuthenticAMD", "26", 2), ("GenuineIntel", "6", 2),
+])
+def test_the_kind_of_cpu_decides_how_often_a_row_is_repeated(tmp_path, vendor, family, rows):
+    one = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel name\t: a CPU\n\n"
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(one + one.replace(family, "99"))
+    assert cpu_format.least_rows(cpuinfo) == rows
+    assert cpu_format.least_rows(tmp_path / "none") == 2
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bf16 instructions")
+def test_repeated_rows_change_no_bit(monkeypatch):
+    torch.manual_seed(0)
+    layer = Linear(600, 512)
+    layer.weight = torch.nn.Parameter(torch.randn(512, 600).bfloat16(), requires_grad=False)
+    layer.finalize()
+    x = torch.randn(5, 600).bfloat16()
+    found = {}
+    for least in (2, 4):
+        monkeypatch.setattr(cpu_format, "least_rows", lambda least=least: least)
+        found[least] = [layer(x[:rows]) for rows in range(1, 6)]
+    assert all(torch.equal(*pair) for pair in zip(found[2], found[4], strict=True))
