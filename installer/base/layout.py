@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def prefix_option(self) -> str:
-        """The end of every command that an operator is told to type: ` --prefix DIR`, or nothing on a server."""
+        """Suffix of the commands that messages tell an operator to run: ` --prefix DIR`, empty on a server."""
         return "" if self.system else f" --prefix {self.prefix}"
 
     @property

@@ -368,7 +368,7 @@ def test_an_engine_takes_over_from_another_while_that_one_serves(server: Server)
     assert "PPid:\t1\n" in status, "systemd hears of its end"
     time.sleep(2 * WATCHDOG)  # and it feeds the watchdog
     assert server.pid("tiny") == new
-    # systemd hears the new main process only. Until the old one is told to end, it may still ping its watchdog.
+    # systemd accepts messages from the new main process only; the old one may ping its watchdog until it is stopped.
     spoke = re.findall(r"Got notification message from PID (\d+)", machine.journal("-u atoll-engine@tiny"))
     assert set(spoke) <= {str(pid)}, "somebody spoke out of turn"
 

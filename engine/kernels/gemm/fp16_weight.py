@@ -109,11 +109,14 @@ def _exponent(weight: torch.Tensor) -> int | None:
 
 def _exponent_of_bf16(parts: tuple[torch.Tensor, ...]) -> int | None:
     """By the bits alone, three times as fast. Scaled, every bf16 fits: what becomes subnormal loses 2^-25 at most."""
-    magnitudes = [part.view(torch.int16) & _MAGNITUDE for part in parts]
-    largest = max(int(part.max()) for part in magnitudes)
+    largest, has_small = 0, False
+    for part in parts:
+        magnitude = part.view(torch.int16) & _MAGNITUDE
+        largest = max(largest, int(magnitude.max()))
+        has_small = has_small or bool(((magnitude > 0) & (magnitude < _SMALLEST)).any())
     if largest >= _INFINITE:
         return None
-    if largest <= _LARGEST and not any(bool(((part > 0) & (part < _SMALLEST)).any()) for part in magnitudes):
+    if largest <= _LARGEST and not has_small:
         return 0
     return _TOP - math.frexp(torch.tensor(largest, dtype=torch.int16).view(torch.bfloat16).item())[1]
 

@@ -11,10 +11,10 @@ program has a range of steps, which may begin and end within a tile, and goes th
                   |-----------------|-----------------|-----------------|
     programs      |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ...
 
-So a tile's earlier programs leave their sums of it in a workspace before its last program comes to it. Where a program
-has more steps than a tile, that one begins with them: loading them delays nothing, because W is read ahead meanwhile.
-Else it adds them at the end. The order is always the same. A program waits only for those with smaller numbers, which
-started before it.
+So a tile's earlier programs leave their sums of it in a workspace before its last program comes to it. If programs have
+more steps than a tile, the last one starts from these sums: loading them delays nothing, because W is read ahead
+meanwhile. Otherwise it adds them at the end. The order is always the same. A program waits only for programs with
+smaller numbers, which started before it.
 
 Within a program one warp asks the TMA unit for W and x: it begins with W before the previous kernel has ended, and goes
 on while sums are stored. Eight warps multiply, four for each half of a tile's outputs. The weight's rows take the

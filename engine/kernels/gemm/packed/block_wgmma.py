@@ -9,14 +9,14 @@ scale.
 
 One program of twelve warps runs on each multiprocessor and computes tile after tile of 192 rows and 256 outputs. Each
 four warps, a part, multiply 64 of the rows. While one part scales its sums, the tensor cores work for the others. The
-last part also asks the TMA unit for the next x and W whenever all parts have read a stage of shared memory. Tiles of
-the last row blocks may be low: they have 128 rows, for which it multiplies nothing. With some of these, all programs
-end at about the same time: 8,192 rows and 5,120 outputs are 6.5 waves of high tiles, but six of high and one of low.
-
+last part also asks the TMA unit for the next x and W whenever all parts have read a stage of shared memory:
 
     xs [stages x parts, 64, 128]    full    a barrier for each stage: x and W have arrived
     ws [stages, 256, 128]           empty   ... all parts have read them
     ys [parts, 64, 128]             half of a part's results on their way to memory
+
+The last row blocks may have low tiles, of 128 rows, in which the last part only loads. They let all programs end at
+about the same time: 8,192 rows and 5,120 outputs are 6.5 waves of high tiles, but six waves of high and one of low.
 """
 
 # Gluon's annotations describe what its compiler sees, not what a kernel's source says:
