@@ -1,6 +1,8 @@
 """Layers with int4 and block-fp8 weights on a GPU, with every number of rows that takes another way: each against
 float32 arithmetic with the dequantised weight and the activations as they are rounded."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from engine.kernels.gemm import small_batch
 from engine.kernels.gemm.packed import block_few_rows, block_gemv, block_library, block_wgmma
 from engine.kernels.gemm.packed.group_scaled import GroupScaled
 from engine.kernels.gemm.packed.weight import dequantize
+from engine.kernels.pointwise import fused
 from engine.layers.gemm_inputs import UnnormedRows
 from engine.layers.linear import Linear
 from engine.layers.quant import FORMATS, packed_gpu
@@ -207,6 +210,30 @@ def test_one_row_of_gate_and_up(outputs: int, inner: int, dtype: torch.dtype) ->
         assert off(found, function(left).to(dtype).float() * right) < LIMIT
         assert off(found, small_batch.gemv(x, values, scale, gate=gate, block=128).float()) < LIMIT
         assert torch.equal(block_gemv.gated_row(x, grouped, gate), found)
+
+
+@HOPPER
+@pytest.mark.parametrize(
+    ("outputs", "inner", "dtype", "kind"),
+    [(256, 384, torch.float16, "silu"), (768, 2048, BF16, "gelu_tanh"), (34816, 5120, BF16, "silu")],
+)
+@torch.inference_mode()
+def test_many_rows_fused_with_what_follows(outputs: int, inner: int, dtype: torch.dtype, kind: str) -> None:
+    """The bits are those of the product and, after it, the gate or the residual stream."""
+    torch.manual_seed(0)
+    values, scale, _ = in_blocks(outputs, inner)
+    ratio = block_wgmma.ratios(scale)
+    assert ratio is not None
+    for rows in (1, 63, 193, 400, 2561):
+        x, x_scale = quantize_rows(torch.randn(rows, inner, device=DEVICE, dtype=dtype))
+        residual = torch.randn(rows, outputs, device=DEVICE, dtype=dtype)
+        for bias in (None, torch.randn(outputs, device=DEVICE, dtype=dtype)):
+            product = partial(block_wgmma.gemm, x, x_scale, values, ratio, bias, dtype=dtype)
+            y = product()
+            assert torch.equal(product(gate=kind), fused.gate_mul(*y.chunk(2, 1), kind)), rows
+            found = residual.clone()
+            assert product(onto=found) is found
+            assert torch.equal(found, residual + y), rows
 
 
 @HOPPER

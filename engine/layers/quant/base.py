@@ -34,6 +34,9 @@ class Gemm(NamedTuple):
 
     run: Callable[[Any, torch.Tensor], torch.Tensor]  # (layer, x [T, in]) -> [T, out]
     run_fp8: Callable[[Any, QuantizedRows], torch.Tensor] | None = None  # set where many rows are read in fp8
+    # As `run_fp8`, fused with what follows: `gate`, an activation, or `residual`, to which the result is added in
+    # place. (layer, x, **...) -> the result, or None where separate kernels are faster.
+    fused_fp8: Callable[..., torch.Tensor | None] | None = None
     gemv: Callable[..., torch.Tensor] | None = None  # a few rows, fused with norm, gate and residual: (layer, x, **...)
     gemv_rows: int | None = None  # the most of them; None: as the weight's size says
     # The weight and its scale, where the experts' kernels for a few rows (kernels/moe/decode.py) can read them, too.

@@ -8,7 +8,8 @@
                                   as e4m3 numbers, made for the product or
                                   kept as a second copy
     thousands, on Hopper          the same                                      block_wgmma, where its large tiles fill
-                                                                                the GPU
+                                                                                the GPU; with the gate or the residual
+                                                                                stream that follows
 
 Everything else, and layers whose `fp8_activations` is False: 16-bit activations (kernels/gemm/packed/matmul.py).
 """
@@ -149,7 +150,7 @@ def _with_fp8(layer: Any) -> Gemm:
     if grouped.pair > 0 and int4_gemv.supports(layer.packed.parts[0], layer.weight.dtype):
         return Gemm(_on_rows, _on_fp8_rows, gemv=_int4_gemv, gemv_rows=int4_gemv.MOST_ROWS)
     if grouped.block_rows > 1 and grouped.group == grouped.block_rows:
-        return Gemm(_on_rows, _on_fp8_rows, gemv=_block_gemv, streamed=_blocks)
+        return Gemm(_on_rows, _on_fp8_rows, _fused_on_fp8_rows, gemv=_block_gemv, streamed=_blocks)
     return Gemm(_on_rows, _on_fp8_rows, gemv_rows=0)
 
 
@@ -177,6 +178,22 @@ def _on_fp8_rows(layer: Any, x: QuantizedRows) -> torch.Tensor:
         values = group_scaled.as_e4m3(weight) if pieces.copy is None else pieces.copy
     return block_library.multiply(
         x.values, x.scale, values, pieces.library_scale, weight.block_rows, layer.bias, x.dtype
+    )
+
+
+def _fused_on_fp8_rows(
+    layer: Any, x: QuantizedRows, *, gate: str | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    from engine.kernels.gemm.packed import block_few_rows, block_wgmma
+
+    pieces: PackedParts = layer.packed
+    weight, rows = pieces.grouped, x.values.shape[0]
+    if pieces.ratios is None or rows <= block_few_rows.MOST_ROWS or not block_wgmma.wins(rows, weight):
+        return None
+    if gate is not None and not block_wgmma.gates(weight):
+        return None
+    return block_wgmma.gemm(
+        x.values, x.scale, weight.values, pieces.ratios, layer.bias, dtype=x.dtype, gate=gate, onto=residual
     )
 
 

@@ -17,6 +17,12 @@ last part also asks the TMA unit for the next x and W whenever all parts have re
 
 The last row blocks may have low tiles, of 128 rows, in which the last part only loads. They let all programs end at
 about the same time: 8,192 rows and 5,120 outputs are 6.5 waves of high tiles, but six waves of high and one of low.
+
+Two kernels that would follow can be part of this one, so that less is written and read again:
+
+    gate    W is Wg above Wu of an MLP, and y = act(x Wgᵀ) * (x Wuᵀ). A tile has 128 outputs of each, which a thread
+            holds side by side.
+    onto    y is added to what stands in memory: the residual stream.
 """
 
 # Gluon's annotations describe what its compiler sees, not what a kernel's source says:
@@ -38,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from engine.kernels.gemm.packed.group_scaled import GroupScaled
+from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel_in_gluon, target_of
 
 BLOCK = 128  # numbers with one scale, down and across; also the columns of a step
@@ -58,7 +65,8 @@ def _place(
     tile, tiles, high, N: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     BAND: gl.constexpr,
 ):  # fmt: skip
-    """The first row and the first output of a tile, and whether it is a low one."""
+    """The first row and the first column of y of a tile, and whether it is a low one. N, BLOCK_N: columns of y, of a
+    tile."""
     ACROSS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     IN_BAND: gl.constexpr = BAND * ACROSS
     is_low = tile >= high * ACROSS
@@ -72,10 +80,10 @@ def _place(
 
 @gluon.jit
 def _load(
-    x_desc, w_desc, xs, ws, full, stage, m, n, k, is_low, PARTS: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STEP: gl.constexpr,
+    x_desc, w_desc, xs, ws, full, stage, m, n, k, is_low, APART: gl.constexpr, PARTS: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the x and W of a step."""
+    """Ask for the x and W of a step. APART: outputs from a tile's left half to its right half, or 0: neighbours."""
     arrived = full.index(stage)
     LAST: gl.constexpr = PARTS - 1
     if is_low:
@@ -85,7 +93,13 @@ def _load(
         tma.async_copy_global_to_shared(x_desc, [m + LAST * ROWS, k], arrived, xs.index(PARTS * stage + LAST))
     for part in gl.static_range(LAST):
         tma.async_copy_global_to_shared(x_desc, [m + part * ROWS, k], arrived, xs.index(PARTS * stage + part))
-    tma.async_copy_global_to_shared(w_desc, [n, k], arrived, ws.index(stage))
+    if APART == 0:
+        tma.async_copy_global_to_shared(w_desc, [n, k], arrived, ws.index(stage))
+    else:
+        left = ws.index(stage).slice(0, BLOCK_N // 2)
+        right = ws.index(stage).slice(BLOCK_N // 2, BLOCK_N // 2)
+        tma.async_copy_global_to_shared(w_desc, [n, k], arrived, left)
+        tma.async_copy_global_to_shared(w_desc, [n + APART, k], arrived, right)
 
 
 @gluon.jit
@@ -97,21 +111,53 @@ def _store(y_desc, ys, y, m, n):
 
 
 @gluon.jit
+def _ask_l2(y_ptr, m, n, M, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Let the L2 cache read what a part's results will be added to."""
+    LINE: gl.constexpr = 1024 // y_ptr.dtype.element_ty.primitive_bitwidth  # numbers in 128 bytes
+    lines: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    row = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, lines))[:, None]
+    column = n + gl.arange(0, COLUMNS // LINE, layout=gl.SliceLayout(0, lines))[None, :] * LINE
+    at = y_ptr + gl.minimum(row, M - 1).to(gl.int64) * N + gl.minimum(column, N - LINE)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _add(y_ptr, ys, y, m, n, M, N: gl.constexpr):
+    """As `_store`, but added to what stands there: both are rounded to y's dtype, and so is their sum."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, ys.shape[0], layout=gl.SliceLayout(1, wide))[:, None]
+    column = gl.arange(0, ys.shape[1], layout=gl.SliceLayout(0, wide))[None, :]
+    at = y_ptr + m.to(gl.int64) * N + n + (row * N + column)
+    live = (row < M - m) & (column < N - n)
+    before = gl.load(at, mask=live, other=0.0)
+    ys.store(y)
+    gl.store(at, (before.to(gl.float32) + ys.load(wide).to(gl.float32)).to(ys.dtype), mask=live)
+
+
+@gluon.jit
 def _multiply(
-    x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles, high,
+    x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, y_ptr, M, tiles, high,
     PART: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STEP: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STEP: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
+    ONTO: gl.constexpr,
 ):  # fmt: skip
     """What the four warps of a part do."""
+    HALF: gl.constexpr = BLOCK_N // 2
+    APART: gl.constexpr = 0 if GATE is None else N // 2
+    UP: gl.constexpr = HALF if GATE is None else APART  # from the left half of a tile to its right half
+    WIDTH: gl.constexpr = N if GATE is None else N // 2  # columns of y
+    ADVANCE: gl.constexpr = BLOCK_N if GATE is None else HALF  # columns of y in a tile
     STEPS: gl.constexpr = K // STEP
     LOADS: gl.constexpr = PART == PARTS - 1  # it comes last to the end of a step, so it waits for no other part
     LAST_BLOCK: gl.constexpr = N // STEP - 1
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
     column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, sums))
     programs = gl.num_programs(0)
-    m, n, is_low = _place(gl.program_id(0), tiles, high, N, PARTS, ROWS, BLOCK_N, BAND)
+    m, n, is_low = _place(gl.program_id(0), tiles, high, WIDTH, PARTS, ROWS, ADVANCE, BAND)
     left_ratio = gl.load(ratio_ptr + n // STEP * STEPS)
-    right_ratio = gl.load(ratio_ptr + gl.minimum(n // STEP + 1, LAST_BLOCK) * STEPS)
+    right_ratio = gl.load(ratio_ptr + gl.minimum((n + UP) // STEP, LAST_BLOCK) * STEPS)
     stage = 0
     phase = 0
     # Tile and columns whose x and W are asked for next: STAGES steps ahead.
@@ -122,15 +168,15 @@ def _multiply(
     ahead_k = STAGES * STEP
     if LOADS:
         for i in gl.static_range(STAGES):
-            _load(x_desc, w_desc, xs, ws, full, i, m, n, i * STEP, is_low, PARTS, ROWS, BLOCK_N, STEP)
+            _load(x_desc, w_desc, xs, ws, full, i, m, n, i * STEP, is_low, APART, PARTS, ROWS, BLOCK_N, STEP)
     for tile in range(gl.program_id(0), tiles, programs):
         next_m, next_n, next_low = _place(
-            gl.minimum(tile + programs, tiles - 1), tiles, high, N, PARTS, ROWS, BLOCK_N, BAND
+            gl.minimum(tile + programs, tiles - 1), tiles, high, WIDTH, PARTS, ROWS, ADVANCE, BAND
         )
         left_at = n // STEP * STEPS
-        right_at = gl.minimum(n // STEP + 1, LAST_BLOCK) * STEPS
+        right_at = gl.minimum((n + UP) // STEP, LAST_BLOCK) * STEPS
         next_left_at = next_n // STEP * STEPS
-        next_right_at = gl.minimum(next_n // STEP + 1, LAST_BLOCK) * STEPS
+        next_right_at = gl.minimum((next_n + UP) // STEP, LAST_BLOCK) * STEPS
         rows = m + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums))
         x_scale = gl.load(x_scale_ptr + rows, mask=rows < M, other=0.0)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, sums)
@@ -139,6 +185,8 @@ def _multiply(
             last = step == STEPS - 1
             next_left = gl.load(ratio_ptr + gl.where(last, next_left_at, left_at + step + 1))
             next_right = gl.load(ratio_ptr + gl.where(last, next_right_at, right_at + step + 1))
+            if ONTO and step == STEPS - STAGES:
+                _ask_l2(y_ptr, m + PART * ROWS, n, M, N, ROWS, BLOCK_N)
             mbarrier.wait(full.index(stage), phase)
             if not LOADS or not is_low:
                 w = ws.index(stage).permute((1, 0))
@@ -153,8 +201,8 @@ def _multiply(
             if LOADS:
                 if ahead_tile < tiles:
                     mbarrier.wait(empty.index(stage), phase)
-                    _load(x_desc, w_desc, xs, ws, full, stage, ahead_m, ahead_n, ahead_k, ahead_low, PARTS, ROWS,
-                          BLOCK_N, STEP)  # fmt: skip
+                    _load(x_desc, w_desc, xs, ws, full, stage, ahead_m, ahead_n, ahead_k, ahead_low, APART, PARTS,
+                          ROWS, BLOCK_N, STEP)  # fmt: skip
                 ahead_k += STEP
                 if ahead_k == K:
                     ahead_k = 0
@@ -169,11 +217,19 @@ def _multiply(
         if not LOADS or not is_low:
             acc = acc * x_scale[:, None]
             if bias_ptr is not None:
-                acc = acc + gl.load(bias_ptr + n + column, mask=n + column < N, other=0.0).to(gl.float32)[None, :]
-            y = acc.to(ys.dtype).reshape([ROWS, 2, BLOCK_N // 2]).permute((0, 2, 1))
+                output = n + column + gl.where(column < HALF, 0, UP - HALF)
+                acc = acc + gl.load(bias_ptr + output, mask=output < N, other=0.0).to(gl.float32)[None, :]
+            y = acc.to(ys.dtype).reshape([ROWS, 2, HALF]).permute((0, 2, 1))
             left, right = y.split()
-            _store(y_desc, ys.index(PART), left, m + PART * ROWS, n)
-            _store(y_desc, ys.index(PART), right, m + PART * ROWS, n + BLOCK_N // 2)
+            if ONTO:
+                _add(y_ptr, ys.index(PART), left, m + PART * ROWS, n, M, N)
+                _add(y_ptr, ys.index(PART), right, m + PART * ROWS, n + HALF, M, N)
+            elif GATE is not None:
+                y = activated(left.to(gl.float32), GATE).to(ys.dtype) * right  # rounded as separate kernels round
+                _store(y_desc, ys.index(PART), y, m + PART * ROWS, n)
+            else:
+                _store(y_desc, ys.index(PART), left, m + PART * ROWS, n)
+                _store(y_desc, ys.index(PART), right, m + PART * ROWS, n + HALF)
         m = next_m
         n = next_n
         is_low = next_low
@@ -184,13 +240,15 @@ def _multiply(
 def _block_wgmma_kernel(
     x_ptr, w_ptr, x_scale_ptr, ratio_ptr, bias_ptr, y_ptr, M, tiles, high, x_stride, N: gl.constexpr, K: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STEP: gl.constexpr, BAND: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, GATE: gl.constexpr, ONTO: gl.constexpr,
 ):  # fmt: skip
+    BOX_N: gl.constexpr = BLOCK_N if GATE is None else BLOCK_N // 2  # rows of W that are asked for at once
+    WIDTH: gl.constexpr = N if GATE is None else N // 2
     bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     halves: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_desc = tma.make_tensor_descriptor(x_ptr, [M, K], [x_stride, 1], [ROWS, STEP], bytes)
-    w_desc = tma.make_tensor_descriptor(w_ptr, [N, K], [K, 1], [BLOCK_N, STEP], bytes)
-    y_desc = tma.make_tensor_descriptor(y_ptr, [M, N], [N, 1], [ROWS, BLOCK_N // 2], halves)
+    w_desc = tma.make_tensor_descriptor(w_ptr, [N, K], [K, 1], [BOX_N, STEP], bytes)
+    y_desc = tma.make_tensor_descriptor(y_ptr, [M, WIDTH], [WIDTH, 1], [ROWS, BLOCK_N // 2], halves)
     xs = gl.allocate_shared_memory(gl.float8e4nv, [PARTS * STAGES, ROWS, STEP], bytes)
     ws = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, STEP], bytes)
     ys = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [PARTS, ROWS, BLOCK_N // 2], halves)
@@ -202,12 +260,12 @@ def _block_wgmma_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles,
-                         high, 0, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
-            (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles,
-                         high, 1, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
-            (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, M, tiles,
-                         high, 2, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES)),
+            (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, y_ptr, M,
+                         tiles, high, 0, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES, GATE, ONTO)),
+            (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, y_ptr, M,
+                         tiles, high, 1, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES, GATE, ONTO)),
+            (_multiply, (x_desc, w_desc, y_desc, xs, ws, ys, full, empty, x_scale_ptr, ratio_ptr, bias_ptr, y_ptr, M,
+                         tiles, high, 2, N, K, PARTS, ROWS, BLOCK_N, STEP, BAND, STAGES, GATE, ONTO)),
         ],
         [4, 4],
         [168, 168],
@@ -222,6 +280,11 @@ def fits(weight: GroupScaled) -> bool:
         not interpreted() and target.wgmma and target.large_shared and weight.pair == 0 and weight.group == BLOCK
         and weight.block_rows == BLOCK and outputs % BLOCK == 0 and inner % BLOCK == 0 and inner >= _STAGES * BLOCK
     )  # fmt: skip
+
+
+def gates(weight: GroupScaled) -> bool:
+    """Whether a weight that fits can be gate above up: each with whole blocks."""
+    return weight.shape[0] % (2 * BLOCK) == 0
 
 
 class Tiles(NamedTuple):
@@ -277,16 +340,23 @@ def gemm(
     bias: torch.Tensor | None = None,
     *,
     dtype: torch.dtype,
+    gate: str | None = None,
+    onto: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [M, K] e4m3 (rows may be strided) with x_scale [M], values [N, K] e4m3 with `ratios` of their scales -> [M, N]
-    in `dtype`."""
+    in `dtype`. `gate`: an activation; W is Wg above Wu (`gates`), and y is [M, N / 2]. `onto`, contiguous: y is added
+    to it."""
     rows, (outputs, inner) = x.shape[0], values.shape
-    y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    assert gate is None or onto is None
+    y = onto
+    if y is None:
+        y = torch.empty(rows, outputs if gate is None else outputs // 2, dtype=dtype, device=x.device)
     programs = target_of(x.device).multiprocessors
     tiles = _tiles(rows, outputs, programs)
     count = (tiles.high + tiles.low) * triton.cdiv(outputs, _BLOCK_N)
     _block_wgmma_kernel(
         (min(count, programs),), x, values, x_scale, ratio, bias, y, rows, count, tiles.high, x.stride(0), N=outputs,
-        K=inner, PARTS=_PARTS, ROWS=_PART, BLOCK_N=_BLOCK_N, STEP=BLOCK, BAND=_BAND, STAGES=_STAGES, num_warps=4,
+        K=inner, PARTS=_PARTS, ROWS=_PART, BLOCK_N=_BLOCK_N, STEP=BLOCK, BAND=_BAND, STAGES=_STAGES, GATE=gate,
+        ONTO=onto is not None, num_warps=4,
     )  # fmt: skip
     return y
