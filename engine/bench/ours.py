@@ -36,7 +36,8 @@ class Ours:
         if not keep_prefix_cache:
             engine.reset_prefix_cache()
         params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False, seed=i)
+            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False,
+                           seed=i if temperature else None)
             for i, n in enumerate(workload.tokens_out)
         ]
         prompts = [{"prompt_token_ids": p} for p in workload.prompts]

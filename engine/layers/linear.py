@@ -37,6 +37,7 @@ class Linear(nn.Module):
         self.bias = empty_parameter(out_features) if bias else None
         self.gemm: Gemm = PLAIN
         self.packed: Any = None
+        self.few_rows: Any = None
         self.threads = 1
         self.use(UNQUANTIZED.linear)
 
@@ -61,7 +62,7 @@ class Linear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        return 0 if self.packed is None else self.packed.nbytes
+        return sum(form.nbytes for form in (self.packed, self.few_rows) if form is not None)
 
     def forward(self, x: Activations) -> torch.Tensor:
         if isinstance(x, QuantizedRows):

@@ -1,7 +1,7 @@
 """Runs steps: plan in, sampled tokens out. Owns the model, the KV cache, the request table and the sampler."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from engine.kernels.attention.reference import AttentionBatch
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.layers.context import ForwardContext, forward_context
 from engine.layers.linear import Linear
+from engine.layers.repeatable import repeatable
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.inputs import StepInputs, build_inputs
@@ -70,6 +71,7 @@ class Runner:
         self.sampler = Sampler(num_rows, self.vocab_size, device)
         self.pooler = Pooler()
         self.prompt_len = [0] * num_rows
+        self.seeded = [False] * num_rows
         self.has_state = bool(spec.slot_bytes)
         self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
         self.side_by_side = SideBySide() if supports(model, spec) else None
@@ -88,6 +90,7 @@ class Runner:
             self.table.admit(init)
             self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
             self.prompt_len[init.row] = init.prompt_len
+            self.seeded[init.row] = init.params.seed is not None
             if init.state_from is not None:
                 self.cache.copy_state(init.state_from, init.slot)
         for update in plan.page_updates:
@@ -110,7 +113,7 @@ class Runner:
         return parts if len(parts) > 1 and self.pause.allows_parts() else [plan]
 
     def _forward(self, plan: StepPlan) -> ForwardedPart:
-        with self._threads_for(plan):
+        with self._computing(plan):
             inputs = build_inputs(plan, self.table, has_state=self.has_state)
             whole = any(seq.prompt_logprobs is not None for seq in plan.seqs) or needs_all_states(plan)
             hidden = self._hidden_states(inputs) if whole else self._last_hidden_states(plan, inputs)
@@ -129,7 +132,7 @@ class Runner:
         plan, parts = forwarded.plan, forwarded.parts
         if len(parts) == 1:
             (part,) = parts
-            with self._threads_for(plan):
+            with self._computing(plan):
                 sampled = [self._sample(part.inputs, part.sampling, masks)]
                 prompts = {} if part.whole is None else self._prompt_logprobs(plan, part.whole)
             pooled = part.pooled
@@ -145,7 +148,7 @@ class Runner:
 
     def _sample_part(self, part: tuple[ForwardedPart, TokenMasks | None]) -> SampleResult | None:
         forwarded, masks = part
-        with self._threads_for(forwarded.plan):
+        with self._computing(forwarded.plan):
             return self._sample(forwarded.inputs, forwarded.sampling, masks)
 
     @torch.inference_mode()
@@ -169,9 +172,12 @@ class Runner:
                 self._scrub(group, table[row])
         return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs, embeddings)
 
-    def _threads_for(self, plan: StepPlan) -> AbstractContextManager[None]:
+    @contextmanager
+    def _computing(self, plan: StepPlan) -> Iterator[None]:
         small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
-        return num_threads(1 if small else torch.get_num_threads())
+        repeats = any(self.seeded[seq.row] for seq in plan.seqs)
+        with num_threads(1 if small else torch.get_num_threads()), repeatable(repeats):
+            yield
 
     def _hidden_states(
         self,

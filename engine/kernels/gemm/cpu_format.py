@@ -36,15 +36,21 @@ def has_bf16_products() -> bool:
 
 
 @functools.cache
-def least_rows(cpuinfo: Path = Path("/proc/cpuinfo")) -> int:
-    """The rows that oneDNN multiplies with a bf16 weight in the least time. On a Zen 4, the only CPU of AMD's family 25
-    with bf16 instructions, four rows take three quarters of the time of two (docs/performance/cpu.md)."""
+def reads_bf16_slowly(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether oneDNN reads bf16 weights at half the speed of the memory or less, for few rows: on a Zen 4, the only CPU
+    of AMD's family 25 with bf16 instructions (docs/performance/cpu.md)."""
     try:
         first, _, _ = cpuinfo.read_text(encoding="ascii", errors="replace").partition("\n\n")
     except OSError:
-        return 2
+        return False
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-    return 4 if (facts.get("vendor_id"), facts.get("cpu family")) == ("AuthenticAMD", "25") else 2
+    return (facts.get("vendor_id"), facts.get("cpu family")) == ("AuthenticAMD", "25")
+
+
+def least_rows() -> int:
+    """The rows that oneDNN multiplies with a bf16 weight in the least time: there four take three quarters of the time
+    of two."""
+    return 4 if reads_bf16_slowly() else 2
 
 
 def describe(stored: torch.dtype, compute: torch.dtype) -> str:

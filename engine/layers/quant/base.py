@@ -63,6 +63,7 @@ class LinearLayer(Sides, Protocol):
     bias: nn.Parameter | None
     gemm: Gemm
     packed: Any       # the weight in the CPU library's own layout; replaces `weight`
+    few_rows: Any     # of a CPU: a copy of the weight for few rows, or None (cpu_few_rows.py)
     threads: int      # of a CPU GEMM
     weight_t: torch.Tensor   # views of an fp8 weight and its scale, as the library takes them
     scale_row: torch.Tensor

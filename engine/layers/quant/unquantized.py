@@ -24,12 +24,14 @@ from engine.layers.quant.base import (
     plain_gemv,
     plain_weight,
 )
+from engine.layers.repeatable import must_repeat
 from engine.layers.weight_memory import empty_parameter
 
 FEW_ROWS = 32          # up to here a GEMM is bound by reading its weight, and our kernel reads it faster
 SOME_OUTPUTS = 4096    # fewer do not give every multiprocessor a program of our kernel
 _GEMV_ALIGN = 16       # elements of a weight's row: our kernel reads them 16 bytes at a time
 _PACK_ROWS = 1         # rows that oneDNN chooses its blocked layout for; larger batches run well on it too
+_FEW_CPU_ROWS = 3      # up to here a copy in fp16 is faster (cpu_few_rows.py)
 
 
 def _dtype_of(layer: LinearLayer | ExpertLayer) -> torch.dtype | None:
@@ -65,7 +67,7 @@ def _pack(layer: LinearLayer, *, keep_weight: bool) -> None:
         layer.packed, gemm = Fp16Weight.pack(layer.weight, layer.bias), Gemm(_on_fp16_weight)
     elif _can_pack(layer.weight):
         layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.data, _PACK_ROWS)
-        gemm = Gemm(_on_packed)
+        gemm = ON_PACKED
     if layer.packed is None:
         return
     layer.threads = torch.get_num_threads()
@@ -89,13 +91,15 @@ def _plain(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 def _on_packed(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-    # A single row runs on another kernel, which sums in another order. Repeating it makes its result the same alone and
-    # in a batch: from two rows on, a row's result does not depend on how many there are (except with AMX, where oneDNN
-    # chooses the order of a sum by the number of rows).
     rows, least = x.shape[0], cpu_format.least_rows()
-    if rows < least:
-        x = torch.cat((x, x[:1].expand(least - rows, -1)))
     with num_threads(_threads(layer, x)):  # the rest of a small step runs on one
+        if rows <= _FEW_CPU_ROWS and layer.few_rows is not None and not must_repeat():
+            return layer.few_rows(x.float()).to(x.dtype)
+        # A single row runs on another kernel, which sums in another order. Repeating it makes its result the same alone
+        # and in a batch: from two rows on, a row's result does not depend on how many there are (except with AMX, where
+        # oneDNN chooses the order of a sum by the number of rows).
+        if rows < least:
+            x = torch.cat((x, x[:1].expand(least - rows, -1)))
         y = torch.ops.mkldnn._linear_pointwise(x, layer.packed, layer.bias, "none", [], "")
     return y[:rows]
 
@@ -125,6 +129,7 @@ def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 PLAIN = Gemm(_plain)
+ON_PACKED = Gemm(_on_packed)
 ON_GPU = Gemm(_on_gpu, gemv=plain_gemv, streamed=plain_weight, library=True)
 
 

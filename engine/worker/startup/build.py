@@ -30,6 +30,7 @@ from engine.kernels.gemm.scaled import has_fp8_units
 from engine.kernels.runtime import compile_pool, origins, prebuilt, warm_cache_hint
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
+from engine.layers.quant import cpu_few_rows
 from engine.layers.quant.packed_gpu import keep_int4_copies
 from engine.message import msg
 from engine.models.base import CausalLM
@@ -45,6 +46,7 @@ from engine.text.grammar.compiler import GrammarCompiler
 from engine.worker.cache import Cache, cache_spec
 from engine.worker.runner import Runner
 from engine.worker.startup.embedding_offload import keep_tables, lock_tables
+from engine.worker.startup.host import host_memory
 from engine.worker.startup.memory import (
     GpuMemory,
     activation_bytes,
@@ -110,6 +112,8 @@ def build_engine(
             lock_tables(model, config, device)
             if config.int4_copy == "auto":
                 keep_int4_copies(model, gpu.usable(config.gpu_memory_utilization) - weight_bytes(model))
+        elif config.seed is None:  # with one, all requests must repeat
+            cpu_few_rows.keep_copies(model, host_memory()[1])
     clock.lap("weights")
 
     kv_dtype = resolve_kv_dtype(config, compute)
