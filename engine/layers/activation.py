@@ -27,15 +27,9 @@ class GatedLinear(MergedLinear):
         if isinstance(x, QuantizedRows) and self.gemm.fused_fp8 is not None:
             y = self.gemm.fused_fp8(self, x, gate=self.gate)
             if y is not None:
-                return in_fp8(y) if consumer.wants_fp8(y.shape[0]) else y
+                return QuantizedRows.of(y) if consumer.wants_fp8(y.shape[0]) else y
         gate, up = self(x).chunk(2, dim=-1)
         return gate_mul(gate, up, self.gate, consumer)
-
-
-def in_fp8(x: torch.Tensor) -> QuantizedRows:
-    from engine.kernels.pointwise.quantize import quantize_rows
-
-    return QuantizedRows(*quantize_rows(x), x.dtype)
 
 
 def gate_mul(gate: torch.Tensor, up: torch.Tensor, kind: Gate, consumer: Linear) -> torch.Tensor | QuantizedRows:

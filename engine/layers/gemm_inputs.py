@@ -14,6 +14,12 @@ class QuantizedRows(NamedTuple):
     dtype: torch.dtype    # of the original activations, and of the result
     plain: torch.Tensor | None = None  # [T, K] unquantised, if a layer with unquantised weights reads them, too
 
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "QuantizedRows":
+        from engine.kernels.pointwise.quantize import quantize_rows
+
+        return cls(*quantize_rows(x), x.dtype)
+
 
 class UnnormedRows(NamedTuple):
     """Activations before their RMS norm: the skinny GEMM applies the norm itself."""

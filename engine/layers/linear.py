@@ -81,9 +81,11 @@ class Linear(nn.Module):
         if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
             self._vector_gemm(x, residual=residual)
             return None
-        fused = self.gemm.fused_fp8
-        if isinstance(x, QuantizedRows) and fused is not None and fused(self, x, residual=residual) is not None:
-            return None
+        if (fused := self.gemm.fused_fp8) is not None:
+            if isinstance(x, torch.Tensor) and self.wants_fp8(x.shape[0]):
+                x = QuantizedRows.of(x)
+            if isinstance(x, QuantizedRows) and fused(self, x, residual=residual) is not None:
+                return None
         return self(x)
 
     def in_order(self, x: Activations) -> tuple[torch.Tensor, bool]:

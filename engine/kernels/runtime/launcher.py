@@ -169,6 +169,11 @@ def recording(target: Target | None = None) -> Iterator[set[Job]]:
         _recorded = _recorded_for = None
 
 
+def gpu_is_absent() -> bool:
+    """Whether kernels are recorded for a GPU that is not here: then large tensors have shapes, but no numbers."""
+    return _recorded_for is not None
+
+
 def target_of(device: torch.device) -> Target:
     """The GPU that kernels for `device` are compiled for."""
     return _recorded_for or _target_of(device)

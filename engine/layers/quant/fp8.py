@@ -68,9 +68,7 @@ def use_weight(layer: LinearLayer, weight: torch.Tensor, scale: torch.Tensor, dt
 def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
     if x.shape[0] <= layer.vector_rows:
         return plain_gemv(layer, x)
-    from engine.kernels.pointwise.quantize import quantize_rows as quantize_rows_on_gpu
-
-    return _on_fp8_units(layer, QuantizedRows(*quantize_rows_on_gpu(x), x.dtype))
+    return _on_fp8_units(layer, QuantizedRows.of(x))
 
 
 def _on_fp8_units(layer: LinearLayer, x: QuantizedRows) -> torch.Tensor:

@@ -155,11 +155,9 @@ def _with_fp8(layer: Any) -> Gemm:
 
 
 def _on_rows(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    from engine.kernels.pointwise.quantize import quantize_rows
-
     if layer.in_vector_form(x.shape[0]):
         return layer.gemm.gemv(layer, x)
-    return _on_fp8_rows(layer, QuantizedRows(*quantize_rows(x), x.dtype))
+    return _on_fp8_rows(layer, QuantizedRows.of(x))
 
 
 def _on_fp8_rows(layer: Any, x: QuantizedRows) -> torch.Tensor:
@@ -191,6 +189,8 @@ def _fused_on_fp8_rows(
     if pieces.ratios is None or rows <= block_few_rows.MOST_ROWS or not block_wgmma.wins(rows, weight):
         return None
     if gate is not None and not block_wgmma.gates(weight):
+        return None
+    if residual is not None and not residual.is_contiguous():
         return None
     return block_wgmma.gemm(
         x.values, x.scale, weight.values, pieces.ratios, layer.bias, dtype=x.dtype, gate=gate, onto=residual

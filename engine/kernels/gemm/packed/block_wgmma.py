@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from engine.kernels.gemm.packed.group_scaled import GroupScaled
 from engine.kernels.pointwise.gate import activated
-from engine.kernels.runtime.launcher import interpreted, kernel_in_gluon, target_of
+from engine.kernels.runtime.launcher import gpu_is_absent, interpreted, kernel_in_gluon, target_of
 
 BLOCK = 128  # numbers with one scale, down and across; also the columns of a step
 _PART = 64   # rows: what one instruction of four warps multiplies
@@ -327,7 +327,7 @@ def ratios(scale: torch.Tensor) -> torch.Tensor | None:
     None where sums might not stay finite: scales that are not positive, or of very different sizes."""
     scale = scale.float()
     least, most = scale.amin(1), scale.amax(1)
-    if not bool(((least > 0) & (most < least * _MOST_RATIO)).all()):
+    if not gpu_is_absent() and not bool(((least > 0) & (most < least * _MOST_RATIO)).all()):
         return None
     return torch.cat((scale[:, :-1] / scale[:, 1:], scale[:, -1:]), 1).contiguous()
 

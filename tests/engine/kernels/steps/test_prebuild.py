@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.runtime.prebuilt import Entry
+from engine.plan import SHAPES
 
 pytest.importorskip("triton")
 
@@ -52,6 +53,30 @@ def test_kernels_of_quantised_checkpoints_are_listed(run, arguments, kernel):
     report = json.loads(done.stdout)
     assert kernel in report["kernels"]
     assert report["not listed"] == report["of some layers only"] == []
+
+
+PRODUCTS = """
+import sys
+from pathlib import Path
+from engine.config import EngineConfig
+from engine.prebuild.gpus import GPUS
+from engine.prebuild.listing import kernels_for
+jobs = kernels_for(EngineConfig(Path(sys.argv[1]), load_format="dummy"), *GPUS["h100"])
+for job in jobs:
+    constants = dict(job.constants)
+    if job.kernel.name == "_block_wgmma_kernel":
+        print(constants["N"], constants["K"], constants["GATE"], constants["ONTO"])
+"""
+
+
+def test_products_of_whole_prompts_with_what_follows_are_listed(run, tmp_path):
+    config = json.loads((SHAPES / "qwen3-8b/config.json").read_text())
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": blocks}))
+    done = run("-c", PRODUCTS, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = set(done.stdout.splitlines())
+    assert {"6144 4096 None False", "24576 4096 silu False", "4096 4096 None True", "4096 12288 None True"} <= found
 
 
 TINY = {
