@@ -5,6 +5,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -46,14 +47,16 @@ def list_all(wishes: Sequence[Wish], progress: Callable[[int, int], None]) -> li
     forks = min(_MOST_FORKS, len(wishes), len(os.sched_getaffinity(0)))
     children = [_fork(wishes, range(first, len(wishes), forks)) for first in range(forks)]
     found: dict[int, Listed] = {}
+    one_at_a_time = threading.Lock()  # so that progress counts every answer, and its lines do not mix
     progress(0, len(wishes))
 
     def read(reading: int) -> None:
         with os.fdopen(reading, encoding="utf-8") as answers:
             for line in answers:
                 number, model, lines, error = json.loads(line)
-                found[number] = Listed(wishes[number], model, tuple(lines), error)
-                progress(len(found), len(wishes))
+                with one_at_a_time:
+                    found[number] = Listed(wishes[number], model, tuple(lines), error)
+                    progress(len(found), len(wishes))
 
     with ThreadPoolExecutor(max(1, forks)) as threads:  # only now: a process is forked before it has threads
         list(threads.map(read, [reading for _, reading in children]))

@@ -1,12 +1,16 @@
 """What is compiled for a medium is what a start launches on its GPU. Neither needs the GPU."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from engine.kernels.runtime.prebuilt import Entry
 from engine.plan import SHAPES
+from engine.prebuild import listers
+from engine.prebuild.wishes import Wish
 
 pytest.importorskip("triton")
 
@@ -131,6 +135,28 @@ def test_wishes_for_several_gpus_fill_a_folder_each_and_nothing_else_stays(run, 
     counts = [json.loads((tmp_path / f"out/{name}/index.json").read_bytes())["kernels"] for name in ("9.0", "8.0")]
     total = next(line["kernels"] for line in told if line.get("capability") == "9.0")
     assert len(counts[0]) < total, "kernels that are no longer wanted are gone"
+
+
+def test_progress_of_lists_made_side_by_side_counts_each_once(monkeypatch):
+    def answering(_, numbers):
+        reading, writing = os.pipe()
+        if not (pid := os.fork()):
+            os._exit(0)
+        with os.fdopen(writing, "w") as answers:
+            answers.writelines(json.dumps([number, "model", [], ""]) + "\n" for number in numbers)
+        return pid, reading
+
+    def told_slowly(done, total):
+        time.sleep(0.001)
+        told.append((done, total))
+
+    told = []
+    monkeypatch.setattr(listers, "_fork", answering)
+    monkeypatch.setattr(listers.torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(listers.os, "sched_getaffinity", lambda _: range(8))
+    listed = listers.list_all([Wish("qwen3-8b", "h100")] * 200, told_slowly)
+    assert told == [(done, 200) for done in range(201)]
+    assert {each.model for each in listed} == {"model"}
 
 
 @pytest.mark.parametrize(
