@@ -22,7 +22,7 @@ from torch import nn
 from engine.kernels.gemm.cpu_integers import Int4Weight, Int8Weight
 from engine.kernels.gemm.packed.weight import Packed, pack_pairs
 from engine.kernels.moe.tiles import groups_fit
-from engine.kernels.runtime.cpu_threads import num_threads
+from engine.kernels.runtime.cpu_threads import gemm_threads, num_threads
 from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides
 from engine.layers.quant.head import FP8_HEAD
 from engine.layers.quant.integers import packed_bytes
@@ -73,7 +73,8 @@ class OnlineIntegers(Unquantized):
 
 
 def _on_cpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-    with num_threads(layer.threads):
+    threads = gemm_threads(layer.threads, layer.in_features * layer.out_features, x.shape[0])
+    with num_threads(threads):  # the rest of a small step runs on one
         return layer.packed(x)
 
 
