@@ -37,7 +37,7 @@ class Ours:
             engine.reset_prefix_cache()
         params = [
             SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False,
-                           seed=i if temperature else None)
+                           seed=i if temperature else None)  # greedy needs none, and some CPUs are slower with one
             for i, n in enumerate(workload.tokens_out)
         ]
         prompts = [{"prompt_token_ids": p} for p in workload.prompts]

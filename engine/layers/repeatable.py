@@ -1,8 +1,8 @@
-"""Whether the running step must give its requests the bits that they would get in any other batch.
+"""Whether a step's results must not depend on how many rows the step has, because a request in it has a seed.
 
-On a CPU a product of few rows may be faster when it sums in another order than a product of many. Then a request that
-asks for the same answer each time, with a seed, must not meet the one now and the other next time. Each thread has its
-own setting, as parts of a step run side by side (worker/parts.py).
+On some CPUs the fastest GEMM for a few rows sums in another order than the GEMM for many rows, so its last bits differ.
+With a seed, a request must get the same answer alone and in a batch, so its steps always use the GEMM for many rows.
+The setting belongs to a thread: two parts of a step run side by side (worker/parts.py).
 """
 
 import threading

@@ -47,7 +47,7 @@ def list_all(wishes: Sequence[Wish], progress: Callable[[int, int], None]) -> li
     forks = min(_MOST_FORKS, len(wishes), len(os.sched_getaffinity(0)))
     children = [_fork(wishes, range(first, len(wishes), forks)) for first in range(forks)]
     found: dict[int, Listed] = {}
-    one_at_a_time = threading.Lock()  # so that progress counts every answer, and its lines do not mix
+    one_at_a_time = threading.Lock()  # two threads must not report the same count, or print into one line
     progress(0, len(wishes))
 
     def read(reading: int) -> None:

@@ -22,13 +22,13 @@ from torch import nn
 from engine.kernels.gemm.cpu_integers import Int4Weight, Int8Weight
 from engine.kernels.gemm.packed.weight import Packed, pack_pairs
 from engine.kernels.moe.tiles import groups_fit
-from engine.kernels.runtime.cpu_threads import gemm_threads, num_threads
+from engine.kernels.runtime.cpu_threads import num_threads
 from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides
 from engine.layers.quant.head import FP8_HEAD
 from engine.layers.quant.integers import packed_bytes
 from engine.layers.quant.packed_experts import stack
 from engine.layers.quant.packed_gpu import use_packed
-from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
+from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts, threads_for
 
 _BLOCK_ELEMENTS = 1 << 18  # quantised at a time: float32 copies that stay in a core's cache
 _OUTPUTS = 64              # a multiple of this many: the blocks that a CPU's int4 kernel reads
@@ -73,8 +73,7 @@ class OnlineIntegers(Unquantized):
 
 
 def _on_cpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-    threads = gemm_threads(layer.threads, layer.in_features * layer.out_features, x.shape[0])
-    with num_threads(threads):  # the rest of a small step runs on one
+    with num_threads(threads_for(layer, x)):  # the rest of a small step runs on one
         return layer.packed(x)
 
 

@@ -150,7 +150,7 @@ def _with_fp8(layer: Any) -> Gemm:
     if grouped.pair > 0 and int4_gemv.supports(layer.packed.parts[0], layer.weight.dtype):
         return Gemm(_on_rows, _on_fp8_rows, gemv=_int4_gemv, gemv_rows=int4_gemv.MOST_ROWS)
     if grouped.block_rows > 1 and grouped.group == grouped.block_rows:
-        return Gemm(_on_rows, _on_fp8_rows, _fused_on_fp8_rows, gemv=_block_gemv, streamed=_blocks)
+        return Gemm(_on_rows, _on_fp8_rows, fused_fp8=_fused_on_fp8_rows, gemv=_block_gemv, streamed=_blocks)
     return Gemm(_on_rows, _on_fp8_rows, gemv_rows=0)
 
 
@@ -190,7 +190,7 @@ def _fused_on_fp8_rows(
         return None
     if gate is not None and not block_wgmma.gates(weight):
         return None
-    if residual is not None and not residual.is_contiguous():
+    if residual is not None and (layer.bias is not None or not residual.is_contiguous()):
         return None
     return block_wgmma.gemm(
         x.values, x.scale, weight.values, pieces.ratios, layer.bias, dtype=x.dtype, gate=gate, onto=residual

@@ -92,7 +92,7 @@ def _plain(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
 def _on_packed(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
     rows, least = x.shape[0], cpu_format.least_rows()
-    with num_threads(_threads(layer, x)):  # the rest of a small step runs on one
+    with num_threads(threads_for(layer, x)):  # the rest of a small step runs on one
         if rows <= _FEW_CPU_ROWS and layer.few_rows is not None and not must_repeat():
             return layer.few_rows(x.float()).to(x.dtype)
         # A single row runs on another kernel, which sums in another order. Repeating it makes its result the same alone
@@ -105,11 +105,12 @@ def _on_packed(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 def _on_fp16_weight(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-    with num_threads(_threads(layer, x)):
+    with num_threads(threads_for(layer, x)):
         return layer.packed(x)
 
 
-def _threads(layer: LinearLayer, x: torch.Tensor) -> int:
+def threads_for(layer: LinearLayer, x: torch.Tensor) -> int:
+    """How many CPU threads the layer's product with x gets."""
     return gemm_threads(layer.threads, layer.in_features * layer.out_features, x.shape[0])
 
 

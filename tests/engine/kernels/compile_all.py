@@ -305,7 +305,8 @@ def products_in_blocks(gpu):
         block_wgmma.gemm(x, scale, weight, ratio, bias, dtype=BF16)
         for gate in ("silu", "gelu_tanh"):
             block_wgmma.gemm(x, scale, weight, ratio, bias, dtype=BF16, gate=gate)
-        block_wgmma.gemm(x, scale, weight, ratio, bias, dtype=BF16, onto=blank(300, 4096))
+        if bias is None:
+            block_wgmma.gemm(x, scale, weight, ratio, dtype=BF16, onto=blank(300, 4096))
     if gpu.wgmma:
         weight = GroupScaled(blank(4096, 5120, dtype=FP8), blank(32, 40, dtype=torch.float32), 128, 128, 0)
         for rows in (8, 16, 32, 64, 128):

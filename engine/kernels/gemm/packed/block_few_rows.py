@@ -16,9 +16,6 @@ more steps than a tile, the last one starts from these sums: loading them delays
 meanwhile. Otherwise it adds them at the end. The order is always the same. A program waits only for programs with
 smaller numbers, which started before it.
 
-If there are a few programs for each tile, its last one has more steps than the others: it would else wait while they
-leave their sums.
-
 Within a program one warp asks the TMA unit for W and x: it begins with W before the previous kernel has ended, and goes
 on while sums are stored. Eight warps multiply, four for each half of a tile's outputs. The weight's rows take the
 tensor cores' wide side, so that few rows of x are padded to 8 at most.
@@ -54,7 +51,6 @@ _HALF = 64  # outputs: what one instruction of four warps multiplies
 _STAGES = {8: 9, 16: 9, 32: 9, 64: 6, 128: 4}  # by the most rows; with more stages an H100 is slower
 _REGISTERS = 168  # of a thread: as many as 65,536 allow for 384 threads
 _WHOLE_USE = 0.94  # of the multiprocessors' time: with so much, programs have whole tiles
-_MORE_STEPS = 8  # of a tile's last program, where it has a few
 _KEPT_ROWS = 64  # up to here a thread has registers for the scales of its rows while it multiplies
 
 
@@ -97,19 +93,14 @@ def _read(
 
 
 @gluon.jit
-def _begin(program, steps, STEPS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, MORE: gl.constexpr):
-    """The first step of a program. UNIT: steps that stay together. PARTS: programs of each tile, of which the last has
-    MORE steps than the others; 0 where programs begin within any tile."""
-    if PARTS > 0:
-        return program // PARTS * STEPS + program % PARTS * (STEPS - MORE) // PARTS
+def _begin(program, steps, UNIT: gl.constexpr):
+    """The first step of a program. UNIT: steps that stay together."""
     return (program.to(gl.int64) * (steps // UNIT) // gl.num_programs(0)).to(gl.int32) * UNIT
 
 
 @gluon.jit
-def _first_program(tile, steps, STEPS: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr):
-    if PARTS > 0:
-        return tile * PARTS
-    return (((tile * STEPS // UNIT + 1).to(gl.int64) * gl.num_programs(0) - 1) // (steps // UNIT)).to(gl.int32)
+def _program_of(step, steps, UNIT: gl.constexpr):
+    return (((step // UNIT + 1).to(gl.int64) * gl.num_programs(0) - 1) // (steps // UNIT)).to(gl.int32)
 
 
 @gluon.jit
@@ -123,10 +114,10 @@ def _leave(sums, partial_ptr, arrivals_ptr, tile, place, HALF_ID: gl.constexpr, 
 @gluon.jit
 def _add_others(
     sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID: gl.constexpr, STEPS: gl.constexpr,
-    UNIT: gl.constexpr, PARTS: gl.constexpr, SIZE: gl.constexpr,
+    UNIT: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
     """Add the sums of all programs before this one, the tile's last."""
-    first = _first_program(tile, steps, STEPS, UNIT, PARTS)
+    first = _program_of(tile * STEPS, steps, UNIT)
     due = gl.program_id(0) - first
     arrived = gl.atomic_add(arrivals_ptr + 2 * tile + HALF_ID, 0, sem="acquire")
     while arrived != due:
@@ -141,8 +132,7 @@ def _add_others(
 def _multiply(
     xs, ws, full, empty, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, begin, end, steps,
     HALF_ID: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr, KEPT_ROWS: gl.constexpr,
-    HALF: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    HALF: gl.constexpr, UNIT: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """What the four warps of a half do."""
     added: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
@@ -170,7 +160,7 @@ def _multiply(
         if UNIT < STEPS and ADD_FIRST:  # noqa: SIM102 - decided when the kernel is compiled, the next when it runs
             if has_others:
                 sums = _add_others(
-                    sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, PARTS, HALF * ROWS
+                    sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, HALF * ROWS
                 )
         for j in range(last - first + 1):
             next_scale = gl.load(scale_at + gl.maximum(last - j - 1, 0))
@@ -193,7 +183,7 @@ def _multiply(
             if not ADD_FIRST:  # noqa: SIM102
                 if has_others:
                     sums = _add_others(
-                        sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, PARTS, HALF * ROWS
+                        sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, HALF * ROWS
                     )
         if is_complete:
             n = tile * (2 * HALF) + HALF_ID * HALF
@@ -210,8 +200,7 @@ def _multiply(
 def _few_rows_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, x_stride, N: gl.constexpr,
     K: gl.constexpr, STEP: gl.constexpr, ROWS: gl.constexpr, KEPT_ROWS: gl.constexpr, HALF: gl.constexpr,
-    UNIT: gl.constexpr, PARTS: gl.constexpr, MORE: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    UNIT: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = K // STEP
     bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -226,14 +215,14 @@ def _few_rows_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     steps = N // (2 * HALF) * STEPS
-    begin = _begin(gl.program_id(0), steps, STEPS, UNIT, PARTS, MORE)
-    end = _begin(gl.program_id(0) + 1, steps, STEPS, UNIT, PARTS, MORE)
+    begin = _begin(gl.program_id(0), steps, UNIT)
+    end = _begin(gl.program_id(0) + 1, steps, UNIT)
     gl.warp_specialize(
         [
             (_multiply, (xs, ws, full, empty, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M,
-                         begin, end, steps, 0, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, PARTS, ADD_FIRST, STAGES, PDL)),
+                         begin, end, steps, 0, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, ADD_FIRST, STAGES, PDL)),
             (_multiply, (xs, ws, full, empty, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M,
-                         begin, end, steps, 1, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, PARTS, ADD_FIRST, STAGES, PDL)),
+                         begin, end, steps, 1, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, ADD_FIRST, STAGES, PDL)),
             (_read, (x_desc, w_desc, xs, ws, full, empty, begin, end, STEPS, ROWS, HALF, STEP, STAGES, PDL)),
         ],
         [4, 1],
@@ -280,7 +269,6 @@ def gemm(
     tiles, in_tile = outputs // BLOCK, inner // BLOCK
     programs, whole = _programs(tiles, target_of(x.device).multiprocessors)
     programs = min(programs, tiles * in_tile)
-    parts = programs // tiles if programs % tiles == 0 and programs > tiles else 0
     partial = arrived = None
     if not whole:
         partial = torch.empty(programs * 2 * _HALF * padded, dtype=torch.float32, device=x.device)
@@ -288,7 +276,6 @@ def gemm(
     _few_rows_kernel(
         (programs,), x, weight.values, x_scale, weight.scale, bias, y, partial, arrived, rows, x.stride(0), N=outputs,
         K=inner, STEP=BLOCK, ROWS=padded, KEPT_ROWS=_KEPT_ROWS, HALF=_HALF, UNIT=in_tile if whole else 1,
-        PARTS=parts, MORE=_MORE_STEPS if 0 < parts * _MORE_STEPS <= in_tile else 0, ADD_FIRST=programs <= tiles,
-        STAGES=_STAGES[padded], num_warps=4,
+        ADD_FIRST=programs <= tiles, STAGES=_STAGES[padded], num_warps=4,
     )  # fmt: skip
     return y

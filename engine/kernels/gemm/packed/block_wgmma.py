@@ -127,10 +127,10 @@ def _ask_l2(y_ptr, m, n, M, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.con
 def _add(y_ptr, ys, y, m, n, M, N: gl.constexpr):
     """As `_store`, but added to what stands there: both are rounded to y's dtype, and so is their sum."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    row = gl.arange(0, ys.shape[0], layout=gl.SliceLayout(1, wide))[:, None]
-    column = gl.arange(0, ys.shape[1], layout=gl.SliceLayout(0, wide))[None, :]
-    at = y_ptr + m.to(gl.int64) * N + n + (row * N + column)
-    live = (row < M - m) & (column < N - n)
+    row = m + gl.arange(0, ys.shape[0], layout=gl.SliceLayout(1, wide))[:, None]
+    column = n + gl.arange(0, ys.shape[1], layout=gl.SliceLayout(0, wide))[None, :]
+    at = y_ptr + row.to(gl.int64) * N + column
+    live = (row < M) & (column < N)
     before = gl.load(at, mask=live, other=0.0)
     ys.store(y)
     gl.store(at, (before.to(gl.float32) + ys.load(wide).to(gl.float32)).to(ys.dtype), mask=live)
@@ -345,9 +345,9 @@ def gemm(
 ) -> torch.Tensor:
     """x [M, K] e4m3 (rows may be strided) with x_scale [M], values [N, K] e4m3 with `ratios` of their scales -> [M, N]
     in `dtype`. `gate`: an activation; W is Wg above Wu (`gates`), and y is [M, N / 2]. `onto`, contiguous: y is added
-    to it."""
+    to it; without a bias, for which threads have no registers left."""
     rows, (outputs, inner) = x.shape[0], values.shape
-    assert gate is None or onto is None
+    assert onto is None or (gate is None and bias is None)
     y = onto
     if y is None:
         y = torch.empty(rows, outputs if gate is None else outputs // 2, dtype=dtype, device=x.device)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.runtime.prebuilt import Entry
+
+pytest.importorskip("triton")
+
 from engine.plan import SHAPES
 from engine.prebuild import listers
 from engine.prebuild.wishes import Wish
-
-pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
 
