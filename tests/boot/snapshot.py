@@ -11,7 +11,7 @@ ITS_OWN = (
     "var/lib/systemd/random-seed", "var/lib/systemd/credential.secret", "var/lib/systemd/linger",
     "var/lib/systemd/timesync/", "var/lib/private", "var/cache/private", "var/log/private",
     "etc/passwd-", "etc/group-", "etc/shadow-", "etc/gshadow-", "etc/.pwd.lock", "etc/.updated", "var/.updated",
-    "var/lib/logrotate", "var/lib/apt/", "var/cache/apt/", "var/lib/dpkg/lock", "var/lib/man-db",
+    "var/backups/", "var/lib/logrotate", "var/lib/apt/", "var/cache/apt/", "var/lib/dpkg/lock", "var/lib/man-db",
 )  # fmt: skip
 MIB = 1 << 20
 
