@@ -10,7 +10,7 @@ from engine.layers.attention import Attention
 from engine.layers.embed import LMHead
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
-from engine.layers.quant.head import FP8_HEAD
+from engine.layers.quant.head import BESIDE_INT4
 from engine.layers.quant.unquantized import UNQUANTIZED
 from engine.message import msg
 from engine.models.base import CausalLM
@@ -37,5 +37,5 @@ def make_batch_invariant(model: CausalLM, *, fp8: bool = False, fp8_units: bool 
     for module in model.modules():
         if isinstance(module, Linear | RoutedExperts | Attention):
             module.batch_invariant = True
-        if isinstance(module, LMHead) and module.method is FP8_HEAD:
+        if isinstance(module, LMHead) and module.method is BESIDE_INT4:
             module.method = UNQUANTIZED.linear  # its few rows and its many run on different kernels

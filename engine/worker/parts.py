@@ -26,13 +26,17 @@ from engine.core.kv.pages import NULL_PAGE
 from engine.core.kv.spec import CacheSpec
 from engine.kernels.runtime.cpu_threads import at_most
 from engine.layers.attention import Attention
+from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
 from engine.worker.state import RequestTable
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
-_FEWEST_SEQS = 8          # fewer share one reading of the weights: two parts would each read them
+_FEWEST_SEQS = 8          # fewer cannot be cut into equal work
+_FEWEST_TOKENS = 24       # fewer share one reading of the weights: two parts would each read them
+_FEWEST_OF_LARGE = 64     # where reading takes most of a step
+_LARGE = 4_000_000        # elements of a model's average weight
 _MOST_WORK = 0.6          # of a step, in one part: otherwise the other waits for too long
 _CONTEXT_OF_A_TOKEN = 1000  # attending to so many tokens takes as long as the rest of a token's work
 
@@ -55,12 +59,21 @@ def supports(model: nn.Module, spec: CacheSpec) -> bool:
     )
 
 
-def cut(plan: StepPlan, table: RequestTable) -> list[StepPlan]:
-    """The step's two parts of about equal work, in the order of its sequences; or the step, if it should stay whole.
+def fewest_tokens(model: nn.Module) -> int:
+    """The tokens from which on a step runs faster in two parts."""
+    sizes = [m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear) and m.quantizable]
+    return _FEWEST_OF_LARGE if sum(sizes) > _LARGE * len(sizes) else _FEWEST_TOKENS
+
+
+def cut(plan: StepPlan, table: RequestTable, fewest: int) -> list[StepPlan]:
+    """The step's two parts of about equal work, in the order of its sequences; or the step, if it should stay whole:
+    for one, because it has fewer than `fewest` tokens.
 
     Call it after the request table has the step's changes, which the parts do not repeat.
     """
-    if len(plan.seqs) < _FEWEST_SEQS or plan.pooled or plan.state_saves:
+    if len(plan.seqs) < _FEWEST_SEQS or sum(seq.num_tokens for seq in plan.seqs) < fewest:
+        return [plan]
+    if plan.pooled or plan.state_saves:
         return [plan]
     if any(seq.prompt_logprobs is not None for seq in plan.seqs):
         return [plan]

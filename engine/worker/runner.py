@@ -19,7 +19,7 @@ from engine.layers.repeatable import repeatable
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.inputs import StepInputs, build_inputs
-from engine.worker.parts import Pause, SideBySide, cut, supports
+from engine.worker.parts import Pause, SideBySide, cut, fewest_tokens, supports
 from engine.worker.pooling import Pooler, needs_all_states, unpack
 from engine.worker.results import prompt_parts, step_result
 from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
@@ -75,6 +75,7 @@ class Runner:
         self.has_state = bool(spec.slot_bytes)
         self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
         self.side_by_side = SideBySide() if supports(model, spec) else None
+        self.fewest_tokens = fewest_tokens(model)
         self.pause = Pause()
 
     def bind_cache(self, cache: Cache) -> None:
@@ -109,7 +110,7 @@ class Runner:
     def _parts_of(self, plan: StepPlan) -> list[StepPlan]:
         if self.side_by_side is None or torch.get_num_threads() == 1:
             return [plan]
-        parts = cut(plan, self.table)
+        parts = cut(plan, self.table, self.fewest_tokens)
         return parts if len(parts) > 1 and self.pause.allows_parts() else [plan]
 
     def _forward(self, plan: StepPlan) -> ForwardedPart:

@@ -10,8 +10,8 @@ largest number off and leaves the others finer, and keeps what has the smaller s
 Error relative to the weights (root mean square), SmolLM2-135M and normal numbers alike: int8 0.8 %, int4 9.8 % (groups
 of 128), int4-g32 8.3 %.
 
-On a GPU the weights then are what published W8A16 and W4A16 checkpoints are (packed_gpu.py), and beside int4 the head
-is in fp8 (head.py); on a CPU see kernels/gemm/cpu_integers.py.
+On a GPU the weights then are what published W8A16 and W4A16 checkpoints are (packed_gpu.py). On a CPU see
+kernels/gemm/cpu_int8.py and cpu_integers.py. The output head: head.py.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from engine.kernels.gemm import cpu_int8
+from engine.kernels.gemm.cpu_int8 import SplitInt8Weight
 from engine.kernels.gemm.cpu_integers import Int4Weight, Int8Weight
 from engine.kernels.gemm.packed.weight import Packed, pack_pairs
 from engine.kernels.moe.tiles import groups_fit
 from engine.kernels.runtime.cpu_threads import num_threads
-from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides
-from engine.layers.quant.head import FP8_HEAD
+from engine.layers.quant.base import ExpertLayer, Gemm, LinearLayer, Sides
 from engine.layers.quant.integers import packed_bytes
 from engine.layers.quant.packed_experts import stack
 from engine.layers.quant.packed_gpu import use_packed
@@ -35,6 +36,8 @@ _OUTPUTS = 64              # a multiple of this many: the blocks that a CPU's in
 _COPIED_GROUP = 128        # kernels/gemm/packed/block_library.py
 _CUT = 0.88
 _SMALLEST = 1e-12          # a group of zeros has a scale, too
+
+OnCpu = SplitInt8Weight | Int8Weight | Int4Weight
 
 
 class OnlineIntegers(Unquantized):
@@ -51,12 +54,10 @@ class OnlineIntegers(Unquantized):
         if layer.packed is not None:
             return
         weight = layer.weight.data
-        if weight.is_cuda:
-            use_packed(layer, [packed(weight, self.bits, self._group(layer))], None)
-        else:
-            layer.packed = on_cpu(weight, self.bits, self._group(layer), layer.bias)
-            layer.threads = torch.get_num_threads()
-            layer.gemm = Gemm(_on_cpu)
+        if not weight.is_cuda:
+            use_on_cpu(layer, on_cpu(weight, self.bits, self._group(layer), layer.bias), keep_weight=keep_weight)
+            return
+        use_packed(layer, [packed(weight, self.bits, self._group(layer))], None)
         if not keep_weight:
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
@@ -70,6 +71,14 @@ class OnlineIntegers(Unquantized):
 
     def _group(self, layer: Sides) -> int:
         return group_of(self.group, layer.in_features)
+
+
+def use_on_cpu(layer: LinearLayer, packed: OnCpu, *, keep_weight: bool) -> None:
+    """Multiply with this, instead of the weight as it was loaded."""
+    layer.packed, layer.gemm = packed, Gemm(_on_cpu)
+    layer.threads = torch.get_num_threads()
+    if not keep_weight:
+        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
 
 def _on_cpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
@@ -109,13 +118,6 @@ class OnlineIntegerExperts(UnquantizedExperts):
         return packed_bytes(self.bits, group_of(self.group, inner), outputs, inner, scale_bytes, zero=False)
 
 
-ONLINE = {
-    "int8": Format(OnlineIntegers(8), OnlineIntegerExperts(8)),
-    "int4": Format(OnlineIntegers(4, 128), OnlineIntegerExperts(4, 128), FP8_HEAD),
-    "int4-g32": Format(OnlineIntegers(4, 32), OnlineIntegerExperts(4, 32), FP8_HEAD),
-}
-
-
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
@@ -134,13 +136,12 @@ def packed(weight: torch.Tensor, bits: int, group: int) -> Packed:
     return Packed("int4", group, pack_pairs(q, group), scale)
 
 
-def on_cpu(
-    weight: torch.Tensor, bits: int, group: int, bias: torch.Tensor | None = None
-) -> Int8Weight | Int4Weight:
+def on_cpu(weight: torch.Tensor, bits: int, group: int, bias: torch.Tensor | None = None) -> OnCpu:
     q, scale = quantized(weight, bits, group)
-    if bits == 8:
-        return Int8Weight((q ^ 0x80).view(torch.int8), scale.flatten(), bias)
-    return Int4Weight(q, scale, group, bias)
+    if bits == 4:
+        return Int4Weight(q, scale, group, bias)
+    kind = SplitInt8Weight if cpu_int8.supports(weight.shape[1]) else Int8Weight
+    return kind((q ^ 0x80).view(torch.int8), scale.flatten(), bias)
 
 
 def quantized(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:

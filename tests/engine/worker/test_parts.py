@@ -14,6 +14,7 @@ import torch
 from test_grammar_steps import GRAMMAR, PROMPTS, texts
 from test_grammar_steps import params as guided_params
 from test_oracle import LENGTH, VOCAB, run, tiny_engine
+from torch import nn
 
 from engine import LLM
 from engine.core.batch import PooledChunk, RowInit, ScheduledSeq, StepPlan
@@ -22,6 +23,7 @@ from engine.core.request import EngineRequest, FinishReason
 from engine.kernels.attention.reference import AttentionBatch
 from engine.kernels.runtime.cpu_threads import at_most, num_threads
 from engine.layers.context import ForwardContext, forward_context, get_context
+from engine.layers.linear import Linear
 from engine.worker import parts
 from engine.worker.parts import Pause, SideBySide, Timing, cut, reads_fresh_pages
 from engine.worker.state import RequestTable
@@ -42,6 +44,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(SideBySide, "run", counted)
     monkeypatch.setattr(parts, "_FEWEST_SEQS", 2)
+    monkeypatch.setattr(parts, "_FEWEST_TOKENS", 2)
     monkeypatch.setattr(parts, "_MOST_WORK", 1.0)
     monkeypatch.setattr(Pause, "allows_parts", lambda _: True)
     with num_threads(2):
@@ -63,8 +66,9 @@ def table_of(*pages: list[int]) -> RequestTable:
     return table
 
 
-def sizes(plan: StepPlan) -> list[int]:
-    return [len(part.seqs) for part in cut(plan, RequestTable(len(plan.seqs) + 1, 2048, 16, torch.device("cpu")))]
+def sizes(plan: StepPlan, fewest: int = 2) -> list[int]:
+    table = RequestTable(len(plan.seqs) + 1, 2048, 16, torch.device("cpu"))
+    return [len(part.seqs) for part in cut(plan, table, fewest)]
 
 
 # -- what is cut --------------------------------------------------------------------------------------------------
@@ -74,7 +78,7 @@ def test_parts_have_about_equal_work_and_keep_the_order() -> None:
     count = 2 * parts._FEWEST_SEQS
     plan = plan_of(*[(100, 1)] * count)
     assert sizes(plan) == [count // 2] * 2
-    first, second = cut(plan, table_of(*[[]] * count))
+    first, second = cut(plan, table_of(*[[]] * count), 2)
     assert first.seqs + second.seqs == plan.seqs
     assert sizes(plan_of(*[(0, 30)] * count, *[(1000, 1)] * 15)) == [count // 2, count // 2 + 15]
 
@@ -87,6 +91,23 @@ def test_parts_have_about_equal_work_and_keep_the_order() -> None:
 ], ids=["few sequences", "one long prompt", "an embedding", "states"])  # fmt: skip
 def test_other_steps_stay_whole(plan: StepPlan) -> None:
     assert sizes(plan) == [len(plan.seqs)]
+
+
+def test_a_step_of_few_tokens_stays_whole() -> None:
+    """Of few sequences' next tokens; their prompts are more."""
+    seqs = [(100, 1)] * 23
+    assert sizes(plan_of(*seqs), 24) == [23]
+    assert sizes(plan_of(*seqs, (100, 1)), 24) == [12, 12]
+    assert len(sizes(plan_of(*[(0, 5)] * 8), 24)) == 2
+
+
+def test_large_weights_are_read_twice_for_many_tokens_only() -> None:
+    def model(*weights: tuple[int, int]) -> nn.Module:
+        return nn.ModuleList([Linear(*sides) for sides in weights])
+
+    small, large = (576, 3072), (8192, 2048)
+    assert parts.fewest_tokens(model(small, small)) < parts.fewest_tokens(model(small, large))
+    assert parts.fewest_tokens(nn.Module()) == parts.fewest_tokens(model(small))
 
 
 def test_a_step_in_which_one_reads_what_another_fills_stays_whole() -> None:

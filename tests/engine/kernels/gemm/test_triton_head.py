@@ -6,7 +6,7 @@ from torch import nn
 
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.quant import head
-from engine.layers.quant.head import FP8_HEAD
+from engine.layers.quant.head import BESIDE_INT4
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
@@ -21,7 +21,7 @@ def test_a_head_in_fp8(tied, rows):
         layer.tie(embedding)
     else:
         layer.weight = table
-    layer.use(FP8_HEAD)
+    layer.use(BESIDE_INT4)
     layer.weight = table  # as the loader leaves it
     head.convert(layer)
     assert torch.equal(embedding.weight, exact)  # lookups keep every bit

@@ -8,6 +8,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from engine.capabilities import ONLINE_INTEGERS
 from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
@@ -18,9 +19,10 @@ from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.pointwise.quantize import quantize_rows_to_int8
 from engine.kernels.runtime.gpu_target import H100
 from engine.layers.moe import RoutedExperts, Routing
+from engine.layers.quant import FORMATS
 from engine.layers.quant.gptq import Gptq
 from engine.layers.quant.integers import Int8, PackQuantized
-from engine.layers.quant.online_integers import ONLINE, group_of, packed, quantized
+from engine.layers.quant.online_integers import group_of, packed, quantized
 from engine.layers.quant.packed_experts import stack
 from engine.layers.quant.rounded_inputs import round_rows
 
@@ -147,10 +149,10 @@ def test_weights_that_are_dequantised_meet_rounded_activations_too():
     torch.testing.assert_close(ours, expected, rtol=1e-2, atol=8e-3)
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", sorted(ONLINE_INTEGERS))
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_experts_become_integers_while_they_load(name, tokens):
-    experts, method, plain = RoutedExperts(HIDDEN, 64, 4), ONLINE[name].experts, []
+    experts, method, plain = RoutedExperts(HIDDEN, 64, 4), FORMATS[name].experts, []
     for linear in (experts.gate_up_proj, experts.down_proj):
         assert method.supports(linear)
         linear.method, inner = method, linear.in_features
