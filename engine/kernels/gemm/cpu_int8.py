@@ -22,11 +22,11 @@ import torch
 _LARGEST = 127             # of high and low
 _BASE = 2 * _LARGEST       # lows in a high
 _MIDDLE = 128              # the byte that stands for zero: the instructions want activations without a sign
-_LONGEST = 1 << 16         # numbers of a row whose sum int32 holds: 255 * 127 * 2^16 < 2^31
+_LONGEST = 1 << 16         # rows shorter than this: int32 holds 255 * 128 * (2^16 - 1)
 
 
 class _Product(Protocol):
-    """A packed weight. Rounds numbers of at most 127, [M, K] in float32; -> their sums with q, times scale, [M, N]."""
+    """A packed weight. Rounds numbers of -128 to 127, [M, K] in float32; -> their sums with q, times scale, [M, N]."""
 
     def __call__(self, numbers: torch.Tensor) -> torch.Tensor: ...
 
@@ -53,12 +53,26 @@ class SplitInt8Weight:
         high = low.round()
         low.sub_(high).mul_(_BASE)
         of_high, of_low = self._product(torch.cat((high, low))).chunk(2)
-        y = torch.add(of_high, of_low, alpha=1 / _BASE).mul_(step)
-        return (y if self._bias is None else y.add_(self._bias)).to(x.dtype)
+        return self._finish(torch.add(of_high, of_low, alpha=1 / _BASE), step, x.dtype)
+
+    def _finish(self, sums: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        y = sums.mul_(step)
+        return (y if self._bias is None else y.add_(self._bias)).to(dtype)
 
     def dequantized(self) -> torch.Tensor:
         """W [N, K] in float32."""
         return self._product(torch.eye(self.shape[1])).T
+
+
+class RoundedInt8Weight(SplitInt8Weight):
+    """The same with activations of 8 bits, as W8A8 checkpoints want them (layers/quant/rounded_inputs.py):
+    x = step * number, step = max |x| / 127.5."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        step = wide.abs().amax(-1, keepdim=True).div_(_LARGEST + 0.5)
+        numbers = (wide / step).round_().clamp_(-_MIDDLE, _LARGEST)
+        return self._finish(self._product(numbers), step, x.dtype)
 
 
 @cache
@@ -67,9 +81,9 @@ def is_exact() -> bool:
     bits."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(-_LARGEST, _LARGEST + 1, (64, 128), dtype=torch.int8, generator=generator)
-    q[:2] = torch.tensor([[_LARGEST], [-_LARGEST]])
+    q[:2] = torch.tensor([[_LARGEST], [-_MIDDLE]])
     numbers = torch.randint(-_LARGEST, _LARGEST + 1, (3, 128), generator=generator).float()
-    numbers[:2] = torch.tensor([[_LARGEST], [-_LARGEST]])
+    numbers[:2] = torch.tensor([[_LARGEST], [-_MIDDLE]])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # quantised tensors are deprecated, and said to be once in a process

@@ -1,4 +1,6 @@
-"""int8 and int4 weights on a CPU: y [M, N] = x [M, K] Wᵀ, with activations in bfloat16.
+"""int4 weights on a CPU, and int8 weights on one that does not multiply bytes (cpu_int8.py).
+
+y [M, N] = x [M, K] Wᵀ, with activations in bfloat16:
 
     int8   W = q * scale[n]              q int8 [N, K]
     int4   W = (q - 8) * scale[n, g]     two q in a byte, [N / block, K, block / 2]: output n of a block in the low

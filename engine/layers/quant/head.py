@@ -16,8 +16,9 @@ from torch import nn
 from engine.kernels.gemm import cpu_int8
 from engine.layers.quant import fp8
 from engine.layers.quant.base import LinearLayer
+from engine.layers.quant.cpu_packed import use_on_cpu
 from engine.layers.quant.fp8 import Fp8
-from engine.layers.quant.online_integers import on_cpu, use_on_cpu
+from engine.layers.quant.online_integers import on_cpu
 from engine.layers.quant.unquantized import Unquantized
 
 

@@ -24,12 +24,12 @@ from engine.kernels.gemm.cpu_int8 import SplitInt8Weight
 from engine.kernels.gemm.cpu_integers import Int4Weight, Int8Weight
 from engine.kernels.gemm.packed.weight import Packed, pack_pairs
 from engine.kernels.moe.tiles import groups_fit
-from engine.kernels.runtime.cpu_threads import num_threads
-from engine.layers.quant.base import ExpertLayer, Gemm, LinearLayer, Sides
+from engine.layers.quant.base import ExpertLayer, LinearLayer, Sides
+from engine.layers.quant.cpu_packed import use_on_cpu
 from engine.layers.quant.integers import packed_bytes
 from engine.layers.quant.packed_experts import stack
 from engine.layers.quant.packed_gpu import use_packed
-from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts, threads_for
+from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 
 _BLOCK_ELEMENTS = 1 << 18  # quantised at a time: float32 copies that stay in a core's cache
 _OUTPUTS = 64              # a multiple of this many: the blocks that a CPU's int4 kernel reads
@@ -71,19 +71,6 @@ class OnlineIntegers(Unquantized):
 
     def _group(self, layer: Sides) -> int:
         return group_of(self.group, layer.in_features)
-
-
-def use_on_cpu(layer: LinearLayer, packed: OnCpu, *, keep_weight: bool) -> None:
-    """Multiply with this, instead of the weight as it was loaded."""
-    layer.packed, layer.gemm = packed, Gemm(_on_cpu)
-    layer.threads = torch.get_num_threads()
-    if not keep_weight:
-        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
-
-
-def _on_cpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-    with num_threads(threads_for(layer, x)):  # the rest of a small step runs on one
-        return layer.packed(x)
 
 
 class OnlineIntegerExperts(UnquantizedExperts):

@@ -5,8 +5,9 @@ and shapes of its tensors, and how to read them into the packed form (kernels/ge
 create the tensors that the loader fills, and join the matrices of a layer: a fused layer has several (q, k and v), each
 of which may have a format of its own, or none.
 
-On a GPU the weights stay packed (packed_gpu.py). On a CPU they are dequantised to the model's dtype, and
-unquantized.py chooses the library that multiplies them.
+On a GPU the weights stay packed (packed_gpu.py). On a CPU that multiplies bytes, int8 with one scale for each output
+stays int8. All others are dequantised to the model's dtype there, and unquantized.py chooses the library that
+multiplies them.
 """
 
 from abc import ABC, abstractmethod
@@ -18,10 +19,13 @@ import torch
 from torch import nn
 
 from engine.errors import ModelError
-from engine.kernels.gemm.packed.weight import Packed, dequantize, joined
+from engine.kernels.gemm import cpu_int8
+from engine.kernels.gemm.cpu_int8 import RoundedInt8Weight, SplitInt8Weight
+from engine.kernels.gemm.packed.weight import MIDDLE, Packed, dequantize, joined
 from engine.kernels.moe.tiles import SCALE_BLOCK, Form
 from engine.layers.quant import fp8
 from engine.layers.quant.base import ExpertLayer, ExpertMethod, LinearLayer, LinearMethod, Tensors
+from engine.layers.quant.cpu_packed import use_on_cpu
 from engine.layers.quant.packed_experts import stack
 from engine.layers.quant.packed_gpu import use_packed
 from engine.layers.quant.rounded_inputs import Inputs, round_rows, rounding_inputs
@@ -212,6 +216,8 @@ class StoredLinear(LinearMethod):
             _use_fp8(layer, matrices)
         elif on_gpu:
             use_packed(layer, matrices, self._parts.inputs)
+        elif (in_bytes := self._in_bytes(layer, matrices)) is not None:
+            use_on_cpu(layer, in_bytes, keep_weight=keep_weight)
         else:
             weight = _plain(matrices, self._parts.dtype)
             if layer.order is not None:
@@ -220,6 +226,21 @@ class StoredLinear(LinearMethod):
             UNQUANTIZED.linear.finalize(layer, keep_weight=keep_weight)
             layer.gemm = rounding_inputs(layer.gemm, self._parts.inputs)
         layer.order = None
+
+    def _in_bytes(self, layer: Any, matrices: Sequence[Packed | torch.Tensor]) -> SplitInt8Weight | None:
+        """The weight as a CPU multiplies it in bytes. float32 models get float32 sums instead."""
+        inputs, inner = self._parts.inputs, layer.in_features
+        fitting = [m for m in matrices if isinstance(m, Packed) and m.kind == "int8" and m.group == inner
+                   and m.zero is None and m.columns is None]  # fmt: skip
+        if len(fitting) < len(matrices) or inputs == "fp8" or self._parts.dtype == torch.float32:
+            return None
+        if not cpu_int8.supports(inner):
+            return None
+        q, scale = torch.cat([m.values for m in fitting]), torch.cat([m.scale.flatten().float() for m in fitting])
+        if layer.order is not None:
+            q, scale = q[layer.order], scale[layer.order]
+        kind = RoundedInt8Weight if inputs == "int8" else SplitInt8Weight
+        return kind((q ^ MIDDLE["int8"]).view(torch.int8), scale, layer.bias)
 
     def num_bytes(self, layer: LinearLayer) -> int:
         return self._parts.num_bytes()

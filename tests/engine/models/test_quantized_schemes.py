@@ -8,6 +8,8 @@ import torch
 from test_quantized_checkpoints import DOWN, changed, linears, loaded
 
 from engine.errors import ModelError
+from engine.kernels.gemm import cpu_int8
+from engine.kernels.gemm.cpu_int8 import RoundedInt8Weight, SplitInt8Weight
 from engine.layers.quant.stored import round_rows
 
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -53,13 +55,19 @@ ROUNDED = {
 }  # fmt: skip
 
 
+BY_CHANNEL = {
+    "ct w8a16 by channel": (files.compressed_tensors("pack-quantized", files.ints(8, 0)), files.pack_quantized(8, 0)),
+    "gptq 8 bits by channel": (files.gptq_config(8, -1), files.gptq(8, 0)),
+}
+
+
 @pytest.fixture(scope="module")
 def written(tiny_llama_dir, tmp_path_factory):
     made = {}
 
     def make(name):
         if name not in made:
-            config, writer = (G128 | ROUNDED)[name][:2]
+            config, writer = (G128 | ROUNDED | BY_CHANNEL)[name][:2]
             source = tiny_llama_dir("gqa", **WIDE)
             made[name] = files.save(source, tmp_path_factory.mktemp("q"), config, files.of_layers(writer))
         return made[name]
@@ -67,7 +75,7 @@ def written(tiny_llama_dir, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("name", G128 | ROUNDED)
+@pytest.mark.parametrize("name", G128 | ROUNDED | BY_CHANNEL)
 def test_weights_are_those_that_were_written(written, name):
     packed = written(name)
     plain = linears(loaded(packed.parent / "plain"))
@@ -87,6 +95,29 @@ def test_products_are_those_of_the_rounded_activations(written, name):
             continue
         assert torch.equal(linear(x), plain[module](round_rows(x, ROUNDED[name][2]))), module
         assert not torch.equal(linear(x), plain[module](x)), module
+
+
+@pytest.mark.skipif(not cpu_int8.is_exact(), reason="this CPU does not multiply bytes exactly")
+@pytest.mark.parametrize(("name", "kind"), [
+    ("ct w8a8", RoundedInt8Weight), ("ct w8a8 static", RoundedInt8Weight), ("ct w8a16 by channel", SplitInt8Weight),
+    ("gptq 8 bits by channel", SplitInt8Weight),
+])  # fmt: skip
+def test_a_cpu_that_multiplies_bytes_keeps_int8(written, name, kind):
+    """In a 16-bit model. Sums are exact; what differs is what float32 rounds and, of W8A16, half a low."""
+    packed = written(name)
+    plain = linears(loaded(packed.parent / "plain"))
+    for module, linear in linears(loaded(packed, torch.bfloat16)).items():
+        if module == "lm_head":
+            continue
+        assert type(linear.packed) is kind
+        assert linear.weight.numel() == 0
+        assert linear.packed_bytes < 1.1 * plain[module].in_features * plain[module].out_features
+        x = torch.randn(5, linear.in_features)
+        rounded = round_rows(x, "int8" if kind is RoundedInt8Weight else None)
+        expected = rounded.double() @ plain[module].weight.double().T
+        slack = 3e-6 if kind is RoundedInt8Weight else 6e-5
+        assert ((linear(x) - expected).norm(dim=1) < slack * expected.norm(dim=1)).all(), module
+        assert torch.equal(linear(x.bfloat16())[:2], linear(x[:2].bfloat16()))
 
 
 @pytest.mark.parametrize("name", ["ct fp8 static", "ct w8a8 static"])

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from engine.kernels.gemm import cpu_int8
-from engine.kernels.gemm.cpu_int8 import SplitInt8Weight
+from engine.kernels.gemm.cpu_int8 import RoundedInt8Weight, SplitInt8Weight
 from engine.kernels.runtime.cpu_threads import num_threads
+from engine.layers.quant.rounded_inputs import round_rows
 
 needs_bytes = pytest.mark.skipif(not cpu_int8.is_exact(), reason="this CPU does not multiply bytes exactly")
 
@@ -56,6 +57,19 @@ def test_it_is_exactly_what_is_stated(library):
     assert low.abs().max() <= 127
     sums = [((part.double() @ q.double().T).float() * scale.float()) for part in (high, low)]
     assert torch.equal(SplitInt8Weight(q, scale)(x), torch.add(*sums, alpha=1 / 254) * step)
+
+
+@needs_bytes
+def test_activations_of_8_bits_are_those_of_checkpoints(library):
+    q, scale = numbers(96, 320)
+    q[0] = -128
+    x = rows(5, 320)
+    x[1, 3], x[2, 3] = 9, -9  # 127.5 and -127.5 steps
+    step = x.abs().amax(1, keepdim=True) / 127.5
+    codes = (x / step).round().clamp(-128, 127)
+    assert torch.equal(codes * step, round_rows(x, "int8"))
+    sums = (codes.double() @ q.double().T).float() * scale.float()
+    assert torch.equal(RoundedInt8Weight(q, scale)(x), sums * step)
 
 
 @needs_bytes
