@@ -7,7 +7,7 @@ is split into two rows of bytes,
     x = step * (high + low / 254)      step = max |x| / 127; high, low whole numbers of at most 127
 
 and both are multiplied: y = step * scale[n] * (Σ high q + Σ low q / 254). The error of x is at most max |x| / 64516,
-where bfloat16 loses up to 1/256 of each number.
+where bfloat16 loses up to 1/512 of each number.
 
 Integers are summed exactly, so a row's result depends neither on the other rows nor on threads or tiles.
 (Measurements: docs/performance/cpu.md.)
