@@ -6,14 +6,10 @@ import torch
 from torch import nn
 
 from engine.kernels.attention.reference import AttentionBatch, as_cached, paged_attention, write_kv
-from engine.kernels.gemm import cpu_format
 from engine.kernels.pointwise.kv_format import KvScale
 from engine.layers.context import DeviceBatch, get_context
 from engine.layers.norm import RMSNorm, WideRMSNorm, unit_rms
-from engine.layers.repeatable import must_repeat
 from engine.layers.rope import Rope, rotate
-
-_SHORT = 50_000  # numbers of a sequence's keys: up to here a Zen 4 is faster in float32 (docs/performance/cpu.md)
 
 
 class Attention(nn.Module):
@@ -97,20 +93,11 @@ class Attention(nn.Module):
             (owner,) = self._owner
             assert owner._step_k_v is not None, "its owner comes first in a step"
             k, v = owner._step_k_v
-        if self._in_float32(q, batch):
-            q = q.float()
         out = paged_attention(
             q, k, v, self.k_cache, self.v_cache, batch, scale=self.scale, window=self.window, softcap=self.softcap,
             **self._kv_scales,
         )  # fmt: skip
-        return out.to(qkv.dtype).view(qkv.shape[0], -1)
-
-    def _in_float32(self, q: torch.Tensor, batch: AttentionBatch) -> bool:
-        """Whether a step of one short sequence is faster so. Its sums differ from those of a batch."""
-        if len(q) > 1 or not batch.decodes or q.dtype != torch.bfloat16:
-            return False
-        is_short = batch.decodes[0].max_len * self.num_kv_heads * self.head_dim <= _SHORT
-        return is_short and cpu_format.reads_bf16_slowly() and not must_repeat()
+        return out.view(qkv.shape[0], -1)
 
     def borrow_from(self, owner: "Attention") -> None:
         """Read the step's own K and V from `owner`: this layer has none. (The worker binds the owner's cache.)"""

@@ -1,8 +1,7 @@
 """Whether a step's results must not depend on how many rows the step has, because a request in it has a seed.
 
-On some CPUs the fastest GEMM for a few rows sums in another order than the GEMM for many rows, so its last bits differ;
-and one sequence alone may attend in another precision. With a seed, a request must get the same answer alone and in a
-batch, so its steps always compute as those of many rows do.
+On some CPUs the fastest GEMM for a few rows sums in another order than the GEMM for many rows, so its last bits differ.
+With a seed, a request must get the same answer alone and in a batch, so its steps always use the GEMM for many rows.
 The setting belongs to a thread: two parts of a step run side by side (worker/parts.py).
 """
 

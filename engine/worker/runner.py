@@ -72,7 +72,6 @@ class Runner:
         self.pooler = Pooler()
         self.prompt_len = [0] * num_rows
         self.seeded = [False] * num_rows
-        self.all_repeat = False  # every step must, not only those with a request that has a seed
         self.has_state = bool(spec.slot_bytes)
         self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
         self.side_by_side = SideBySide() if supports(model, spec) else None
@@ -177,7 +176,7 @@ class Runner:
     @contextmanager
     def _computing(self, plan: StepPlan) -> Iterator[None]:
         small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
-        repeats = self.all_repeat or any(self.seeded[seq.row] for seq in plan.seqs)
+        repeats = any(self.seeded[seq.row] for seq in plan.seqs)
         with num_threads(1 if small else torch.get_num_threads()), repeatable(repeats):
             yield
 

@@ -161,7 +161,6 @@ def build_engine(
         runner = Runner(
             model, spec, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len, device=device
         )
-        runner.all_repeat = config.seed is not None
         runner.bind_cache(cache)
         depth = 2 if config.overlap else 1
     core = EngineCore(
