@@ -1,5 +1,6 @@
 """The load generator against endpoints that behave, and against ones that break each promise."""
 
+import itertools
 import os
 import signal
 import threading
@@ -189,12 +190,16 @@ def test_keys_and_what_is_not_there(free_port):
 
 
 def test_an_endpoint_that_dies_in_the_middle_ends_in_counted_errors():
-    endpoint = Endpoint(good(first=0.01))
-    threading.Timer(0.3, lambda: setattr(endpoint, "answer", _truncated)).start()
-    result = run_load(Target(endpoint.url), profile(arrival={"clients": 2}), seconds=1.0)
-    endpoint.__exit__()
+    alive, answers = good(first=0.01), itertools.count(1)
+
+    def dies(conversation: Conversation) -> None:
+        (alive if next(answers) <= 10 else _truncated)(conversation)
+
+    with Endpoint(dies) as endpoint:
+        result = run_load(Target(endpoint.url), profile(arrival={"clients": 2}, requests=30))
     assert result.completed > 5
     assert result.truncated > 0
+    assert result.completed + result.truncated == 30
 
 
 def test_ctrl_c_keeps_what_was_measured():
