@@ -163,6 +163,13 @@ def test_few_rows(outputs: int, inner: int, dtype: torch.dtype) -> None:
             assert off(found, due if added is None else due + added.float()) < LIMIT, rows
             for _ in range(10):
                 assert torch.equal(block_few_rows.gemm(x, x_scale, grouped, added, dtype=dtype), found), rows
+            if block_wgmma.gates(grouped):  # the same bits as from separate kernels
+                halves = found.chunk(2, -1)
+                for gate in ("silu", "gelu_tanh"):
+                    due = fused.gate_mul(halves[0], halves[1].clone(), gate)
+                    for _ in range(3):
+                        gated = block_few_rows.gemm(x, x_scale, grouped, added, dtype=dtype, gate=gate)
+                        assert torch.equal(gated, due), rows
 
 
 @HOPPER
@@ -176,12 +183,14 @@ def test_few_rows_that_start_before_their_predecessor_ends() -> None:
         x = quantize_rows(torch.randn(33, inner, device=DEVICE, dtype=BF16))
         chain.append((*x, GroupScaled(values, scale, 128, 128, 0)))
 
+    gates = [None, None, "silu", "gelu_tanh", None] * 4
+
     def products() -> list[torch.Tensor]:
-        return [block_few_rows.gemm(*each, dtype=BF16) for each in chain]
+        return [block_few_rows.gemm(*each, dtype=BF16, gate=gate) for each, gate in zip(chain, gates, strict=True)]
 
     due = []
-    for each in chain:
-        due.append(block_few_rows.gemm(*each, dtype=BF16))
+    for each, gate in zip(chain, gates, strict=True):
+        due.append(block_few_rows.gemm(*each, dtype=BF16, gate=gate))
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -3,7 +3,8 @@
     rows                          int4, scales for groups of 128                fp8, scales for blocks of 128 x 128
     a few (`vector_rows`)         int4_gemv: x in 16 bits, fused with what      small_batch.gemv, likewise; one row
                                   surrounds it                                  of gate and up on Hopper: block_gemv
-    up to 48, up to 128           group_scaled: x in fp8                        the same; on Hopper block_few_rows
+    up to 48, up to 128           group_scaled: x in fp8                        the same; on Hopper block_few_rows,
+                                                                                with the gate that follows
     more                          the library, block by block: x in fp8; W      the same
                                   as e4m3 numbers, made for the product or
                                   kept as a second copy
@@ -186,9 +187,13 @@ def _fused_on_fp8_rows(
 
     pieces: PackedParts = layer.packed
     weight, rows = pieces.grouped, x.values.shape[0]
-    if pieces.ratios is None or rows <= block_few_rows.MOST_ROWS or not block_wgmma.wins(rows, weight):
-        return None
     if gate is not None and not block_wgmma.gates(weight):
+        return None
+    if rows <= block_few_rows.MOST_ROWS:
+        if gate is None or not block_few_rows.fits(weight):
+            return None
+        return block_few_rows.gemm(x.values, x.scale, weight, layer.bias, dtype=x.dtype, gate=gate)
+    if pieces.ratios is None or not block_wgmma.wins(rows, weight):
         return None
     if residual is not None and (layer.bias is not None or not residual.is_contiguous()):
         return None

@@ -22,6 +22,12 @@ tensor cores' wide side, so that few rows of x are padded to 8 at most.
 
     ws [stages x 2, 64, 128]      full    a barrier for each stage: W and x have arrived
     xs [stages, ROWS, 128]        empty   ... both halves have read them
+
+With a gate, W is Wg above Wu of an MLP, and y = act(x Wgᵀ) * (x Wuᵀ), so that half as much is written and read again.
+A tile then has 64 outputs of each. The warps that multiply Wu hand their results to the others:
+
+    ups [64, ROWS]                handed  a barrier: they are there
+                                  taken   ... the others have read them
 """
 
 # Gluon's annotations describe what its compiler sees, not what a kernel's source says:
@@ -40,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from engine.kernels.gemm.packed.group_scaled import GroupScaled, arrivals
+from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel_in_gluon, target_of, wait_in_order
 
 # Waits for the four warps of a half, not for the whole program. In Triton 3.6 it has the second name.
@@ -55,24 +62,27 @@ _KEPT_ROWS = 64  # up to here a thread has registers for the scales of its rows 
 
 
 @gluon.jit
-def _ask_for_w(w_desc, ws, arrived, stage, at, STEPS: gl.constexpr, HALF: gl.constexpr, STEP: gl.constexpr):
-    n = at // STEPS * (2 * HALF)
+def _ask_for_w(
+    w_desc, ws, arrived, stage, at, STEPS: gl.constexpr, TILE: gl.constexpr, APART: gl.constexpr, STEP: gl.constexpr
+):
+    """TILE: outputs from a tile to the next. APART: from a tile's first half to its second."""
+    n = at // STEPS * TILE
     k = at % STEPS * STEP
     tma.async_copy_global_to_shared(w_desc, [n, k], arrived, ws.index(2 * stage))
-    tma.async_copy_global_to_shared(w_desc, [n + HALF, k], arrived, ws.index(2 * stage + 1))
+    tma.async_copy_global_to_shared(w_desc, [n + APART, k], arrived, ws.index(2 * stage + 1))
 
 
 @gluon.jit
 def _read(
     x_desc, w_desc, xs, ws, full, empty, begin, end, STEPS: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr,
-    STEP: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    TILE: gl.constexpr, APART: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """What the warp that reads does."""
     BYTES: gl.constexpr = (2 * HALF + ROWS) * STEP
     for i in gl.static_range(STAGES):
         if i < end - begin:
             mbarrier.expect(full.index(i), BYTES)
-            _ask_for_w(w_desc, ws, full.index(i), i, end - 1 - i, STEPS, HALF, STEP)
+            _ask_for_w(w_desc, ws, full.index(i), i, end - 1 - i, STEPS, TILE, APART, STEP)
     wait_in_order(PDL)
     for i in gl.static_range(STAGES):
         if i < end - begin:
@@ -84,7 +94,7 @@ def _read(
         mbarrier.wait(empty.index(stage), phase)
         arrived = full.index(stage)
         mbarrier.expect(arrived, BYTES)
-        _ask_for_w(w_desc, ws, arrived, stage, at, STEPS, HALF, STEP)
+        _ask_for_w(w_desc, ws, arrived, stage, at, STEPS, TILE, APART, STEP)
         tma.async_copy_global_to_shared(x_desc, [0, at % STEPS * STEP], arrived, xs.index(stage))
         stage += 1
         if stage == STAGES:
@@ -130,9 +140,10 @@ def _add_others(
 
 @gluon.jit
 def _multiply(
-    xs, ws, full, empty, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, begin, end, steps,
-    HALF_ID: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr, KEPT_ROWS: gl.constexpr,
-    HALF: gl.constexpr, UNIT: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    xs, ws, ups, full, empty, handed, taken, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M,
+    begin, end, steps, HALF_ID: gl.constexpr, WIDTH: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr,
+    KEPT_ROWS: gl.constexpr, HALF: gl.constexpr, TILE: gl.constexpr, APART: gl.constexpr, STEP: gl.constexpr,
+    UNIT: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """What the four warps of a half do."""
     added: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
@@ -147,12 +158,14 @@ def _multiply(
         x_scale = gl.load(x_scale_ptr + m, mask=m < M, other=0.0)
     stage = 0
     phase = 0
+    handing = 0  # the phase of `handed`
     last_tile = (end - 1) // STEPS
     for i in range(last_tile - begin // STEPS + 1):
         tile = last_tile - i
         first = gl.maximum(begin - tile * STEPS, 0)
         last = gl.minimum(end - tile * STEPS, STEPS) - 1
-        scale_at = scale_ptr + tile * STEPS
+        n = tile * TILE + HALF_ID * APART
+        scale_at = scale_ptr + n // STEP * STEPS
         scale = gl.load(scale_at + last)
         sums = gl.zeros([HALF, ROWS], gl.float32, added)
         is_complete = last == STEPS - 1
@@ -186,23 +199,39 @@ def _multiply(
                         sums, partial_ptr, arrivals_ptr, tile, steps, place, HALF_ID, STEPS, UNIT, HALF * ROWS
                     )
         if is_complete:
-            n = tile * (2 * HALF) + HALF_ID * HALF
             if ROWS > KEPT_ROWS:
                 x_scale = gl.load(x_scale_ptr + m, mask=m < M, other=0.0)
             y = sums * x_scale
             if bias_ptr is not None:
                 y = y + gl.load(bias_ptr + n + output).to(gl.float32)
             y = gl.convert_layout(y.to(y_ptr.dtype.element_ty), stored)  # 16 bytes of a row for each thread
-            gl.store(y_ptr + stored_m.to(gl.int64) * N + (n + stored_n), y, mask=(stored_m < M) & (stored_n < HALF))
+            if GATE is not None and HALF_ID == 1:
+                mbarrier.wait(taken, handing ^ 1)
+                ups.store(y)
+                _barrier()
+                mbarrier.arrive(handed, count=1)
+            else:
+                if GATE is not None:  # rounded as separate kernels round
+                    mbarrier.wait(handed, handing)
+                    up = ups.load(stored)
+                    _barrier()
+                    mbarrier.arrive(taken, count=1)
+                    y = activated(y.to(gl.float32), GATE).to(y.dtype) * up
+                at = y_ptr + stored_m.to(gl.int64) * WIDTH + (n + stored_n)
+                gl.store(at, y, mask=(stored_m < M) & (stored_n < HALF))
+            handing ^= 1
 
 
 @kernel_in_gluon(_REGISTERS)
 def _few_rows_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, x_stride, N: gl.constexpr,
     K: gl.constexpr, STEP: gl.constexpr, ROWS: gl.constexpr, KEPT_ROWS: gl.constexpr, HALF: gl.constexpr,
-    UNIT: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    UNIT: gl.constexpr, ADD_FIRST: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = K // STEP
+    WIDTH: gl.constexpr = N if GATE is None else N // 2  # columns of y
+    TILE: gl.constexpr = 2 * HALF if GATE is None else HALF  # ... of a tile
+    APART: gl.constexpr = HALF if GATE is None else N // 2
     bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     x_desc = tma.make_tensor_descriptor(x_ptr, [M, K], [x_stride, 1], [ROWS, STEP], bytes)
     w_desc = tma.make_tensor_descriptor(w_ptr, [N, K], [K, 1], [HALF, STEP], bytes)
@@ -213,17 +242,31 @@ def _few_rows_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    if GATE is None:  # none of these is used
+        ups = xs
+        handed = full.index(0)
+        taken = full.index(0)
+    else:
+        order: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[0, 1])
+        ups = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [HALF, ROWS], order)
+        handed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(handed, count=1)
+        mbarrier.init(taken, count=1)
     fence_async_shared()
     steps = N // (2 * HALF) * STEPS
     begin = _begin(gl.program_id(0), steps, UNIT)
     end = _begin(gl.program_id(0) + 1, steps, UNIT)
     gl.warp_specialize(
         [
-            (_multiply, (xs, ws, full, empty, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M,
-                         begin, end, steps, 0, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, ADD_FIRST, STAGES, PDL)),
-            (_multiply, (xs, ws, full, empty, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M,
-                         begin, end, steps, 1, N, STEPS, ROWS, KEPT_ROWS, HALF, UNIT, ADD_FIRST, STAGES, PDL)),
-            (_read, (x_desc, w_desc, xs, ws, full, empty, begin, end, STEPS, ROWS, HALF, STEP, STAGES, PDL)),
+            (_multiply, (xs, ws, ups, full, empty, handed, taken, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr,
+                         arrivals_ptr, M, begin, end, steps, 0, WIDTH, STEPS, ROWS, KEPT_ROWS, HALF, TILE, APART, STEP,
+                         UNIT, ADD_FIRST, STAGES, GATE, PDL)),
+            (_multiply, (xs, ws, ups, full, empty, handed, taken, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr,
+                         arrivals_ptr, M, begin, end, steps, 1, WIDTH, STEPS, ROWS, KEPT_ROWS, HALF, TILE, APART, STEP,
+                         UNIT, ADD_FIRST, STAGES, GATE, PDL)),
+            (_read, (x_desc, w_desc, xs, ws, full, empty, begin, end, STEPS, ROWS, HALF, TILE, APART, STEP, STAGES,
+                     PDL)),
         ],
         [4, 1],
         [168, 40],
@@ -260,11 +303,15 @@ def gemm(
     bias: torch.Tensor | None = None,
     *,
     dtype: torch.dtype,
+    gate: str | None = None,
 ) -> torch.Tensor:
     """x [M, K] e4m3 (rows may be strided, by a multiple of 16), up to 128 rows, with x_scale [M] -> [M, N] in
-    `dtype`."""
+    `dtype`.
+
+    gate: the result is this activation of the first half of the outputs times the second half, [M, N / 2].
+    """
     rows, (outputs, inner) = x.shape[0], weight.shape
-    y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    y = torch.empty(rows, outputs // (1 if gate is None else 2), dtype=dtype, device=x.device)
     padded = next(most for most in _STAGES if rows <= most)
     tiles, in_tile = outputs // BLOCK, inner // BLOCK
     programs, whole = _programs(tiles, target_of(x.device).multiprocessors)
@@ -276,6 +323,6 @@ def gemm(
     _few_rows_kernel(
         (programs,), x, weight.values, x_scale, weight.scale, bias, y, partial, arrived, rows, x.stride(0), N=outputs,
         K=inner, STEP=BLOCK, ROWS=padded, KEPT_ROWS=_KEPT_ROWS, HALF=_HALF, UNIT=in_tile if whole else 1,
-        ADD_FIRST=programs <= tiles, STAGES=_STAGES[padded], num_warps=4,
+        ADD_FIRST=programs <= tiles, STAGES=_STAGES[padded], GATE=gate, num_warps=4,
     )  # fmt: skip
     return y
