@@ -45,7 +45,7 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto", "precision of weights and activations ({default})", group="model", choices=_DTYPES)
     quantization: str | None = setting(
-        None, "quantise weights, where the device can; int4 on a GPU also turns the output head into fp8",
+        None, "quantise weights, where the device can; int4 on a GPU also turns the output head into int8",
         group="model", metavar="METHOD", aliases=("-q",))
     kv_cache_dtype: str = setting(
         "auto", "precision of the KV cache ({default})", group="memory", metavar="DTYPE")

@@ -17,10 +17,12 @@ from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, plan_memory
 from engine.core.kv.spec import CacheLayer, StateLayer
 from engine.errors import ConfigError, ModelError
-from engine.layers.embed import Embedding, LMHead
+from engine.layers.embed import LMHead
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear, Router
+from engine.layers.quant.head import copied_head, copy_kept
 from engine.layers.quant.packed_gpu import copies_kept
+from engine.layers.token_bytes import token_bytes
 from engine.message import msg, reason
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
@@ -63,9 +65,10 @@ class _Shape:
     weights: int         # including rotary tables for the model's longest context
     per_position: int    # bytes of the rotary tables per position
     on_host: int
-    per_token: int       # bytes that one decoded token moves: the weights that it uses, states read and written
+    per_token: int       # bytes that a stream's next token moves: the weights that it uses, states read and written
     layers: tuple[CacheLayer, ...]
     int4_copies: int     # bytes of second copies of int4 weights
+    head_copy: int       # ... of the output head
     token_width: int     # numbers a token takes in the widest layer of a step
     row_width: int       # bytes of a sequence's logits, including a capped copy
 
@@ -97,6 +100,8 @@ def plan_engine(config: EngineConfig, card: PlannedGpu, measured: Measured | Non
     weights = shape.weights
     if config.int4_copy == "auto" and config.quantized_activations == "auto" and card.capability == (9, 0):
         weights += copies_kept(shape.int4_copies, usable - weights)
+    if not config.batch_invariant:
+        weights += copy_kept(shape.head_copy, usable - weights)
     seqs, tokens = gpu_defaults(config, shape.config, spec, dtype, card.total, usable - weights)
     tokens = config.max_num_batched_tokens or tokens
     if measured is None:
@@ -183,13 +188,19 @@ def _built(
     tables = {id(t): t for t in model.buffers() if t.dim() and t.shape[0] == config.max_position_embeddings}
     per_position = sum(table.nbytes // table.shape[0] for table in tables.values())
     capped = 4 if config.raw.get("final_logit_softcapping") else 0
-    return _Shape(config, loaded_bytes(model), per_position, host_bytes(model), _per_token(model, config),
-                  tuple(model.cache_layers()), _int4_copies(model), _token_width(model, config),
+    read = token_bytes(model)
+    head = copied_head(model, read)
+    head_copy = 0 if head is None else head.method.copy_bytes(head)
+    unread = 0 if head is None else head.loaded_bytes - head_copy
+    moved = sum(2 * sum(layer.sizes) for layer in model.cache_layers() if isinstance(layer, StateLayer))
+    return _Shape(config, loaded_bytes(model), per_position, host_bytes(model), read - unread + moved,
+                  tuple(model.cache_layers()), _int4_copies(model), head_copy, _token_width(model, config),
                   config.vocab_size * (dtype.itemsize + capped))  # fmt: skip
 
 
 def _int4_copies(model: CausalLM) -> int:
-    return sum(m.method.copy_bytes(m) for m in model.modules() if isinstance(m, Linear))
+    linear = [module for module in model.modules() if isinstance(module, Linear) and not isinstance(module, LMHead)]
+    return sum(module.method.copy_bytes(module) for module in linear)
 
 
 def _token_width(model: CausalLM, config: ModelConfig) -> int:
@@ -205,25 +216,3 @@ def _token_width(model: CausalLM, config: ModelConfig) -> int:
         expert = max(m.out_features for m in modules if isinstance(m, ExpertLinear))
         width += routers[0].top_k * (3 * expert // 4 + config.hidden_size)
     return width
-
-
-def _per_token(model: CausalLM, config: ModelConfig) -> int:
-    """Bytes of the weights that one token reads: only the experts that it goes to, and no lookup tables."""
-    modules = list(model.modules())
-    weights = loaded_bytes(model)
-    experts = [module for module in modules if isinstance(module, ExpertLinear)]
-    routers = [module for module in modules if isinstance(module, Router)]
-    if experts and routers:
-        everything = sum(module.loaded_bytes for module in experts)
-        weights -= everything - everything * routers[0].top_k // experts[0].num_experts
-    for table in modules:
-        if isinstance(table, Embedding) and not table.on_host and not _multiplied(table, model, config):
-            weights -= table.weight.nbytes
-    states = sum(2 * sum(layer.sizes) for layer in model.cache_layers() if isinstance(layer, StateLayer))
-    return weights + states
-
-
-def _multiplied(table: Embedding, model: CausalLM, config: ModelConfig) -> bool:
-    """Whether the table is also the output head, and not only what a converted head is made of."""
-    copied = any(isinstance(module, LMHead) and module.method.converts for module in model.modules())
-    return config.tie_word_embeddings and not copied and table not in model.lookup_tables()

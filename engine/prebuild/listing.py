@@ -8,12 +8,12 @@ from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.runtime.launcher import Job, recording
 from engine.layers.quant import fp8
-from engine.layers.quant.packed_gpu import keep_int4_copies
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_with_nothing
 from engine.prebuild.without_gpu import GPU, without_gpu
 from engine.worker.cache import cache_spec
 from engine.worker.startup.build import empty_model
+from engine.worker.startup.copies import keep_copies
 from engine.worker.startup.memory import loaded_bytes
 from engine.worker.startup.memory_profile import kernels_of_a_start
 from engine.worker.startup.resolve import gpu_defaults, resolve_dtype, resolve_kv_dtype
@@ -38,8 +38,7 @@ def kernels_for(config: EngineConfig, target: Target, total: int) -> set[Job]:
         free = int(total * config.gpu_memory_utilization) - loaded_bytes(model)
         seqs, tokens = gpu_defaults(config, model_config, spec, dtype, total, free)
         fill_with_nothing(model)
-        if config.int4_copy == "auto":
-            keep_int4_copies(model, free)
+        keep_copies(model, config, free)
         kernels_of_a_start(
             model, spec, resolve_kv_dtype(config, dtype), config.max_num_batched_tokens or tokens,
             config.max_num_seqs or seqs, GPU, share_prefixes=not config.disable_cascade_attn,

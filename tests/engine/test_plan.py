@@ -122,6 +122,22 @@ def test_the_floor_of_a_stream_is_what_the_benchmark_computes():
         assert bytes_per_token(EngineConfig(model)) == pytest.approx(floor, rel=0.12), model.name
 
 
+@pytest.mark.parametrize(("name", "outputs", "inner"), [("gemma4-26b-a4b", 262144, 2816), ("qwen3-8b", 151936, 4096)])
+def test_a_copy_of_the_head_counts_beside_fp8(name, outputs, inner):
+    config = EngineConfig(next(c for c in CONFIGS if c.name == name), quantization="fp8")
+    planned, (weights, _) = plan_engine(config, H200).budget.weights, weight_bytes(config)
+    assert planned - weights == outputs * (inner + 4)
+    assert bytes_per_token(config) < bytes_per_token(replace(config, quantization=None)) - outputs * (inner - 4)
+    assert plan_engine(replace(config, batch_invariant=True), H200).budget.weights == weights
+    small = PlannedGpu("an eighth of what is left holds no copy", int((weights + 7.9 * outputs * inner) / 0.9), (9, 0))
+    assert plan_engine(replace(config, max_model_len="auto"), small).budget.weights == weights
+
+
+def test_a_head_that_is_a_small_part_of_the_model_has_no_copy():
+    config = EngineConfig(next(c for c in CONFIGS if c.name == "qwen3.6-27b"), quantization="fp8")
+    assert plan_engine(config, H200).budget.weights == weight_bytes(config)[0]
+
+
 def test_copies_of_int4_weights_count_where_a_gpu_keeps_them():
     config = EngineConfig(next(c for c in CONFIGS if c.name == "qwen3-8b"), quantization="int4")
     alone = plan_engine(replace(config, int4_copy="never"), H200).budget.weights

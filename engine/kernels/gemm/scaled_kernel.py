@@ -1,8 +1,9 @@
-"""GEMM with an fp8 weight for any number of rows: y [M, N] = (x [M, K] W [N, K]ᵀ) · scales.
+"""GEMM with a weight of bytes, fp8 or int8, for any number of rows: y [M, N] = (x [M, K] W [N, K]ᵀ) · scales.
 
-For GPUs where the library has no such GEMM. If there are fp8 units, x is fp8 too, with a scale for each row; otherwise
-(before compute capability 8.9) x stays as it is, and W is widened to x's dtype on its way to the tensor cores. As in
-gemm.small_batch, the weight's rows take the tile's wide side, so that a few rows of x are padded to 16 at most.
+For GPUs where the library has no such GEMM, and for output heads in int8. If there are fp8 units, x is fp8 like W, with
+a scale for each row; otherwise (before compute capability 8.9, and with an int8 weight) x stays as it is, and W is
+widened to x's dtype on its way to the tensor cores. As in gemm.small_batch, the weight's rows take the wide side of the
+tile, so that a few rows of x are padded to 16 at most.
 """
 
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 _GROUP = 8  # row blocks that use the same part of the weight while it is in the L2 cache
+_MANY_OUTPUTS = 1 << 15  # so many give every multiprocessor programs of 128
 
 
 class ScaledTiles(NamedTuple):
@@ -66,10 +68,13 @@ def _scaled_kernel(
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=n_mask & m_mask)
 
 
-def scaled_tiles(rows: int, x_bytes: int, shared: int) -> ScaledTiles:
-    """Tiles by rule, not tuned: for `rows` of x with `x_bytes` per element, with as many stages as `shared` bytes
-    allow."""
+def scaled_tiles(rows: int, outputs: int, x_bytes: int, shared: int) -> ScaledTiles:
+    """Tiles by rule: for `rows` of x with `x_bytes` per element, with as many stages as `shared` bytes allow, of which
+    two programs get half each where few rows meet many outputs."""
     block_m = min(128, max(16, triton.next_power_of_2(rows)))
+    if x_bytes > 1 and block_m < 128 and outputs >= _MANY_OUTPUTS:
+        stages = (shared // 2 - 1024) // (128 * (128 + block_m * x_bytes))
+        return ScaledTiles(block_m, 128, 128, 4, max(2, min(4, stages)))
     block_n = 128 if block_m == 128 else 64
     block_k = 64 if x_bytes > 1 and block_m == 128 else 128
     stages = (shared - 1024) // (block_k * (block_n + block_m * x_bytes))
@@ -86,12 +91,13 @@ def scaled_product(
     dtype: torch.dtype | None = None,
     tiles: ScaledTiles | None = None,
 ) -> torch.Tensor:
-    """x [M, K] (rows may be strided), weight [N, K] e4m3, scale [N], bias [N] -> [M, N] in `dtype` or x's.
+    """x [M, K] (rows may be strided), weight [N, K] e4m3 or int8, scale [N], bias [N] -> [M, N] in `dtype` or x's.
 
     With x_scale [M], x is e4m3 as well.
     """
     (rows, inner), outputs = x.shape, weight.shape[0]
-    block_m, block_n, block_k, warps, stages = tiles or scaled_tiles(rows, x.element_size(), shared_memory(x.device))
+    tiles = tiles or scaled_tiles(rows, outputs, x.element_size(), shared_memory(x.device))
+    block_m, block_n, block_k, warps, stages = tiles
     y = torch.empty(rows, outputs, dtype=dtype or x.dtype, device=x.device)
     _scaled_kernel(
         (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),), x, weight, x_scale, scale, bias, y, rows,

@@ -12,8 +12,8 @@ layer are fused, because a kernel launch costs as much as reading a megabyte of 
 Tensor-core form, up to 128 rows, with a deep asynchronous pipeline. The weight's rows take the wide side of the tile,
 so few rows of x are padded to 16 at most.
 
-fp8 weights have a scale per output channel. The vector form widens them in registers; on tensor cores x is fp8 as well,
-with a scale per row (pointwise.quantize).
+fp8 and int8 weights have a scale per output channel. The vector form widens them in registers; on tensor cores fp8
+weights meet x in fp8, with a scale per row (pointwise.quantize).
 """
 
 import torch
@@ -275,8 +275,8 @@ def gemv(
     block: int = 0,
     tiles: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
-    [M, N] in x's dtype.
+    """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 or int8 weight,
+    bias [N] -> [M, N] in x's dtype.
 
     block: of an fp8 weight with a scale for each `block` x `block` numbers, scale [N / block, K / block].
 

@@ -27,7 +27,7 @@ class GemmShape(NamedTuple):
 
     outputs: int
     inner: int
-    itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
+    itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8, int8)
     gated: bool = False  # half of the outputs gate the other half
     normed: bool = False  # x is normalised in passing
     block: int = 0  # of an fp8 weight with a scale for each block x block numbers

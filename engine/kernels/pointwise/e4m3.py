@@ -63,8 +63,8 @@ def _from_bits(x, dtype: tl.constexpr):
 
 @triton.jit
 def widened(x, dtype: tl.constexpr, NAN: tl.constexpr = False):
-    """x in a wider `dtype`. With NAN, an e4m3 NaN stays NaN. Weights do not need that: if they hold NaN, so does their
-    scale."""
+    """x, e4m3 or int8, in a wider `dtype`. With NAN, an e4m3 NaN stays NaN. Weights do not need that: if they hold NaN,
+    so does their scale."""
     if x.dtype == tl.uint8:
         wide = _from_bits(x, dtype)
         if NAN:

@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from engine.core.kv.spec import CacheSpec
 from engine.kernels.gemm.tiles import GemmShape
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
+from engine.layers.quant.head import keep_copy
+from engine.layers.token_bytes import token_bytes
 from engine.models.base import CausalLM
 from engine.models.config.model import read_json
 from engine.models.loading.loader import quantize
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _SMALLEST = 1_000_000  # bytes of a weight: smaller ones finish before their tiles matter
 _BOTH_FORMS = 20 * 10**9  # bytes in bf16: models up to this size are served in bf16 or in fp8, larger ones in fp8
+_ANY_MEMORY = 1 << 60
 _PAGE_SIZE = 16
 _MULTIPROCESSORS = 132  # has an effect on attention kernels only
 
@@ -80,6 +83,7 @@ def of_step(model: CausalLM, quantization: str, name: str) -> list[Subject]:
         quantize(model, "fp8")
     with torch.inference_mode(), _AsOnGpu(), recording() as jobs:
         _finalize(model)
+        keep_copy(model, token_bytes(model), _ANY_MEMORY)
         model.logits(_hidden(model))
     return subjects_of(jobs, name)
 

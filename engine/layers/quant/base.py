@@ -104,7 +104,7 @@ class LinearMethod(ABC):
         return layer.weight.nbytes
 
     def copy_bytes(self, layer: LinearLayer) -> int:
-        """GPU bytes of a second copy of the weight, which large batches multiply with where memory allows it."""
+        """GPU bytes of a second copy of the weight, with which some steps multiply where memory allows it."""
         return 0
 
 

@@ -90,7 +90,7 @@ def _on_fp8_units(layer: LinearLayer, x: QuantizedRows) -> torch.Tensor:
 
 
 def _on_widened_weight(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-    """On GPUs without fp8 units: activations stay in 16 bits."""
+    """fp8 on GPUs without fp8 units, and int8 heads: activations stay in 16 bits."""
     assert layer.scale is not None
     if x.shape[0] <= layer.vector_rows:
         return plain_gemv(layer, x)

@@ -31,7 +31,8 @@ from engine.layers.quant.packed_experts import stack
 from engine.layers.quant.packed_gpu import use_packed
 from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 
-_BLOCK_ELEMENTS = 1 << 18  # quantised at a time: float32 copies that stay in a core's cache
+_CPU_BLOCK = 1 << 18       # elements quantised at a time: float32 copies that stay in a core's cache
+_GPU_BLOCK = 1 << 22       # ... that keep a GPU busy, and take little of its memory
 _OUTPUTS = 64              # a multiple of this many: the blocks that a CPU's int4 kernel reads
 _COPIED_GROUP = 128        # kernels/gemm/packed/block_library.py
 _CUT = 0.88
@@ -136,7 +137,7 @@ def quantized(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor
     rows, inner = weight.shape
     q = torch.empty(rows, inner, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, inner // group, dtype=torch.bfloat16, device=weight.device)
-    for part in _row_blocks(rows, inner):
+    for part in row_blocks(weight):
         groups = weight[part].float().view(-1, group)
         numbers, steps = _int8(groups) if bits == 8 else _int4(groups)
         q[part] = numbers.add_(1 << (bits - 1)).view(-1, inner)  # type: ignore[assignment]
@@ -167,7 +168,8 @@ def _error(groups: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.
     return torch.addcmul(groups, q, scale, value=-1).square_().sum(1, keepdim=True)
 
 
-def _row_blocks(rows: int, inner: int) -> Iterator[slice]:
-    step = max(1, _BLOCK_ELEMENTS // inner)
+def row_blocks(weight: torch.Tensor) -> Iterator[slice]:
+    rows, inner = weight.shape
+    step = max(1, (_CPU_BLOCK if weight.device.type == "cpu" else _GPU_BLOCK) // inner)
     for at in range(0, rows, step):
         yield slice(at, min(at + step, rows))

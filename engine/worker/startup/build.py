@@ -31,7 +31,6 @@ from engine.kernels.runtime import compile_pool, origins, prebuilt, warm_cache_h
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
 from engine.layers.quant import cpu_few_rows
-from engine.layers.quant.packed_gpu import keep_int4_copies
 from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.batch_invariant import make_batch_invariant
@@ -45,6 +44,7 @@ from engine.models.registry import model_class
 from engine.text.grammar.compiler import GrammarCompiler
 from engine.worker.cache import Cache, cache_spec
 from engine.worker.runner import Runner
+from engine.worker.startup.copies import keep_copies
 from engine.worker.startup.embedding_offload import keep_tables, lock_tables
 from engine.worker.startup.host import host_memory
 from engine.worker.startup.memory import (
@@ -110,8 +110,7 @@ def build_engine(
             load_weights(model, config.model, progress, device)
         if gpu is not None:
             lock_tables(model, config, device)
-            if config.int4_copy == "auto":
-                keep_int4_copies(model, gpu.usable(config.gpu_memory_utilization) - weight_bytes(model))
+            keep_copies(model, config, gpu.usable(config.gpu_memory_utilization) - weight_bytes(model))
         elif config.seed is None:  # with one, all requests must repeat
             cpu_few_rows.keep_copies(model, host_memory()[1])
     clock.lap("weights")

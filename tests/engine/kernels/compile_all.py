@@ -153,6 +153,13 @@ def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, fac
     )
 
 
+def head_in_int8(dtype):
+    weight, scale = blank(40000, 2816, dtype=torch.int8), torch.zeros(40000)
+    small_batch.gemv(blank(1, 2816, dtype=dtype), weight, scale)
+    for rows in (2, 32, 64, 200):
+        scaled_kernel.scaled_product(blank(rows, 2816, dtype=dtype), weight, scale)
+
+
 def experts_in_int8():
     for tokens in (2, 9, 300, 4100):
         experts(128, 8, 2048, 768, torch.int8, tokens)
@@ -249,6 +256,8 @@ def run_all(gpu):
     small_batch.gemv(blank(2, 3072), blank(1024, 3072), residual=blank(2, 1024))
     small_batch.gemv(blank(1, 5120), blank(96, 5120), norm=(blank(5120), 1e-6), in_order=True)
     small_batch.small_batch_gemm(blank(40, 960), blank(100, 960), blank(100))
+    head_in_int8(BF16)
+    head_in_int8(torch.float16)
     batch_invariant.matmul(blank(40, 960), blank(100, 960), blank(100))
     batch_invariant.matmul(blank(40, 960, dtype=torch.float32), blank(100, 960, dtype=torch.float32))
     small_batch.small_batch_gemm(blank(128, 4096), blank(4096, 4096))
@@ -312,6 +321,7 @@ def products_in_blocks(gpu):
         for rows in (8, 16, 32, 64, 128):
             few, few_scale = blank(rows, 5120, dtype=FP8), blank(rows, dtype=torch.float32)
             block_few_rows.gemm(few, few_scale, weight, blank(4096) if rows == 8 else None, dtype=BF16)
+            block_few_rows.gemm(few, few_scale, weight, dtype=BF16, gate="silu" if rows < 128 else "gelu_tanh")
         for tiles in (128, 272):  # a tile for each program, and more than two
             more = GroupScaled(blank(128 * tiles, 5120, dtype=FP8), blank(tiles, 40, dtype=torch.float32), 128, 128, 0)
             block_few_rows.gemm(few, few_scale, more, dtype=BF16)

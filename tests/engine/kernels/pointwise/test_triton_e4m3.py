@@ -104,11 +104,13 @@ def test_scaled_products(rows, inner, outputs, tiles, form, with_bias):
 
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
 @pytest.mark.parametrize("x_bytes", [1, 2])
-def test_tiles_of_scaled_products_fit(shared, x_bytes):
-    for rows in (1, 5, 16, 17, 100, 128, 129, 8192):
-        tiles = scaled_tiles(rows, x_bytes, shared)
+@pytest.mark.parametrize("outputs", [4096, 151936])
+def test_tiles_of_scaled_products_fit(shared, x_bytes, outputs):
+    for rows in (1, 5, 16, 17, 64, 100, 128, 129, 8192):
+        tiles = scaled_tiles(rows, outputs, x_bytes, shared)
         assert tiles.stages * tiles.block_k * (tiles.block_n + tiles.block_m * x_bytes) <= shared - 1024
-        assert scaled_tiles(max(16, triton.next_power_of_2(rows)), x_bytes, shared) == tiles, "one for a power of two"
+        padded = max(16, triton.next_power_of_2(rows))
+        assert scaled_tiles(padded, outputs, x_bytes, shared) == tiles, "one for a power of two"
 
 
 @pytest.mark.parametrize("tokens", [2, 9])

@@ -30,6 +30,7 @@ from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device_runner import DeviceRunner
 from engine.worker.startup import memory_profile, warmup
 from engine.worker.startup.build import empty_model
+from engine.worker.startup.copies import keep_copies
 from engine.worker.startup.resolve import resolve_dtype, resolve_kv_dtype
 
 SEQS, TOKENS = 48, 256
@@ -59,6 +60,7 @@ def launched(config, target):
         for table in model.lookup_tables():
             table.on_host = True
         fill_with_nothing(model)
+        keep_copies(model, config, 1 << 40)
         spec = cache_spec(model.cache_layers(), kv_dtype, 16)
         runner = DeviceRunner(
             model, spec, num_rows=SEQS + 1, max_model_len=1024, max_num_tokens=TOKENS, device=GPU
