@@ -163,13 +163,14 @@ def test_few_rows(outputs: int, inner: int, dtype: torch.dtype) -> None:
             assert off(found, due if added is None else due + added.float()) < LIMIT, rows
             for _ in range(10):
                 assert torch.equal(block_few_rows.gemm(x, x_scale, grouped, added, dtype=dtype), found), rows
-            if block_wgmma.gates(grouped):  # the same bits as from separate kernels
+            for gate in ("silu", "gelu_tanh") if block_wgmma.gates(grouped) else ():
                 halves = found.chunk(2, -1)
-                for gate in ("silu", "gelu_tanh"):
-                    due = fused.gate_mul(halves[0], halves[1].clone(), gate)
-                    for _ in range(3):
-                        gated = block_few_rows.gemm(x, x_scale, grouped, added, dtype=dtype, gate=gate)
-                        assert torch.equal(gated, due), rows
+                separate = fused.gate_mul(halves[0], halves[1].clone(), gate)
+                gated = block_few_rows.gemm(x, x_scale, grouped, added, dtype=dtype, gate=gate)
+                assert off(gated, separate.float()) < LIMIT, rows  # whose tiles are cut elsewhere
+                for _ in range(10):
+                    again = block_few_rows.gemm(x, x_scale, grouped, added, dtype=dtype, gate=gate)
+                    assert torch.equal(again, gated), rows
 
 
 @HOPPER
