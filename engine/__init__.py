@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# OpenMP reads this once, when torch is first imported. By default its threads spin at barriers. If another process uses
-# a core, each of the hundreds of barriers in a step then waits for a time slice; sleeping threads avoid that, and cost
-# nothing on an idle machine (docs/performance/cpu-threads.md).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# OpenMP reads these once, when torch is first imported. Its threads spin for about a millisecond before they sleep, so
+# that a step's hundreds of operators need not wake them. A step uses them only while no other process wants their cores
+# (worker/team.py). Beside a GPU they have little to do, and sleep at once.
+if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
+    if os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg"):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    else:
+        os.environ["GOMP_SPINCOUNT"] = "100000"
 # Read with the first tensor: large ones lie in huge pages, so a CPU that reads weights looks up fewer addresses
 # (docs/performance/cpu.md).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -7,15 +7,15 @@ PyTorch releases the GIL while an operator runs, so the Python of one part runs 
 part is a plan of its own: it reads and writes rows and pages that the other part does not write.
 
 Another process that computes on the second core takes the gain away: then each step waits for the part that shares its
-core. `Pause` notices it and lets steps run whole for a while. (Measurements: docs/performance/cpu-threads.md.)
+core. `Pause` (pause.py) notices it and lets steps run whole for a while. On cores that nobody else uses, the whole step
+on all threads is faster than either (team.py). (Measurements: docs/performance/cpu-threads.md.)
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from engine.kernels.runtime.cpu_threads import at_most
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
+from engine.worker.pause import Timing
 from engine.worker.state import RequestTable
 
 Part = TypeVar("Part")
@@ -40,10 +41,7 @@ _LARGE = 4_000_000        # elements of a model's average weight
 _MOST_WORK = 0.6          # of a step, in one part: otherwise the other waits for too long
 _CONTEXT_OF_A_TOKEN = 1000  # attending to so many tokens takes as long as the rest of a token's work
 
-_TRIAL = 8                # steps after which parts are judged
-_LEAST_OVERLAP = 1.25     # CPU time of the parts over wall time; 2 is ideal, at about 1.15 the whole step is as fast
-_FIRST_PAUSE = 64         # whole steps; each pause that follows at once is twice as long
-_LONGEST_PAUSE = 512
+LEAST_OVERLAP = 1.25      # CPU time of the parts over wall time; 2 is ideal, at about 1.15 the whole step is as fast
 
 
 def supports(model: nn.Module, spec: CacheSpec) -> bool:
@@ -111,40 +109,6 @@ def reads_fresh_pages(plan: StepPlan, table: RequestTable) -> bool:
             if not filled.isdisjoint(block_table[seq.row, : seq.start // size].tolist()):
                 return True
     return False
-
-
-class Timing(NamedTuple):
-    """Seconds of two parts that ran side by side."""
-
-    cpu: float   # of both threads
-    wall: float
-
-
-class Pause:
-    """Decides from timings whether parts pay. It counts steps and reads no clock, so equal timings decide equally."""
-
-    def __init__(self) -> None:
-        self._recent: deque[Timing] = deque(maxlen=_TRIAL)
-        self._length = _FIRST_PAUSE
-        self._left = 0
-
-    def allows_parts(self) -> bool:
-        """Whether the next step that can run in parts should."""
-        if self._left:
-            self._left -= 1
-            return False
-        return True
-
-    def observe(self, timing: Timing) -> None:
-        """A step has run in parts."""
-        self._recent.append(timing)
-        if len(self._recent) < _TRIAL:
-            return
-        if sum(each.cpu for each in self._recent) < _LEAST_OVERLAP * sum(each.wall for each in self._recent):
-            self._recent.clear()
-            self._left, self._length = self._length, min(2 * self._length, _LONGEST_PAUSE)
-        else:
-            self._length = _FIRST_PAUSE
 
 
 class SideBySide:

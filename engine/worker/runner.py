@@ -12,19 +12,21 @@ from engine.core.kv.pages import NULL_PAGE
 from engine.core.kv.spec import CacheSpec
 from engine.core.request import TokenLogprobs
 from engine.kernels.attention.reference import AttentionBatch
-from engine.kernels.runtime.cpu_threads import num_threads
+from engine.kernels.runtime.cpu_threads import gemms_on, num_threads
 from engine.layers.context import ForwardContext, forward_context
 from engine.layers.linear import Linear
 from engine.layers.repeatable import repeatable
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.inputs import StepInputs, build_inputs
-from engine.worker.parts import Pause, SideBySide, cut, fewest_tokens, supports
+from engine.worker.parts import LEAST_OVERLAP, SideBySide, cut, fewest_tokens, supports
+from engine.worker.pause import Pause
 from engine.worker.pooling import Pooler, needs_all_states, unpack
 from engine.worker.results import prompt_parts, step_result
 from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
 from engine.worker.sample.sampler import Sampler, SampleResult
 from engine.worker.state import RequestTable
+from engine.worker.team import Team
 
 _SMALL_STEP_TOKENS = 256   # up to this, waking CPU threads costs more than they save (kernels/runtime/cpu_threads.py)
 
@@ -46,6 +48,7 @@ class ForwardedStep:
 
     plan: StepPlan
     parts: list[ForwardedPart]   # in the order of the plan's sequences
+    by_team: bool = False        # on all CPU threads (team.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ class Runner:
         self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
         self.side_by_side = SideBySide() if supports(model, spec) else None
         self.fewest_tokens = fewest_tokens(model)
-        self.pause = Pause()
+        self.pause = Pause(LEAST_OVERLAP)
+        self.team = Team()
 
     def bind_cache(self, cache: Cache) -> None:
         """Give the layers their memory."""
@@ -99,6 +103,9 @@ class Runner:
                 old = self.table.block_tables[update.group][update.row, update.start :][: len(update.pages)]
                 self._scrub(update.group, old)
             self.table.add_pages(update)
+        if self._for_team(plan):
+            with self.team.observed():
+                return ForwardedStep(plan, [self._forward(plan, by_team=True)], by_team=True)
         parts = self._parts_of(plan)
         if len(parts) == 1:
             return ForwardedStep(plan, [self._forward(plan)])
@@ -107,14 +114,18 @@ class Runner:
         self.pause.observe(timing)
         return ForwardedStep(plan, forwarded)
 
+    def _for_team(self, plan: StepPlan) -> bool:
+        """Not where a step must repeat: with more threads the last bits of a sum may differ."""
+        return not self._repeats(plan) and torch.get_num_threads() > 1 and self.team.allows_step()
+
     def _parts_of(self, plan: StepPlan) -> list[StepPlan]:
         if self.side_by_side is None or torch.get_num_threads() == 1:
             return [plan]
         parts = cut(plan, self.table, self.fewest_tokens)
-        return parts if len(parts) > 1 and self.pause.allows_parts() else [plan]
+        return parts if len(parts) > 1 and self.pause.allows() else [plan]
 
-    def _forward(self, plan: StepPlan) -> ForwardedPart:
-        with self._computing(plan):
+    def _forward(self, plan: StepPlan, *, by_team: bool = False) -> ForwardedPart:
+        with self._computing(plan, by_team=by_team):
             inputs = build_inputs(plan, self.table, has_state=self.has_state)
             whole = any(seq.prompt_logprobs is not None for seq in plan.seqs) or needs_all_states(plan)
             hidden = self._hidden_states(inputs) if whole else self._last_hidden_states(plan, inputs)
@@ -133,7 +144,7 @@ class Runner:
         plan, parts = forwarded.plan, forwarded.parts
         if len(parts) == 1:
             (part,) = parts
-            with self._computing(plan):
+            with self._computing(plan, by_team=forwarded.by_team):
                 sampled = [self._sample(part.inputs, part.sampling, masks)]
                 prompts = {} if part.whole is None else self._prompt_logprobs(plan, part.whole)
             pooled = part.pooled
@@ -174,11 +185,16 @@ class Runner:
         return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs, embeddings)
 
     @contextmanager
-    def _computing(self, plan: StepPlan) -> Iterator[None]:
+    def _computing(self, plan: StepPlan, *, by_team: bool = False) -> Iterator[None]:
         small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
-        repeats = any(self.seeded[seq.row] for seq in plan.seqs)
-        with num_threads(1 if small else torch.get_num_threads()), repeatable(repeats):
+        repeats = self._repeats(plan)
+        gemms = "team" if by_team else "alone" if small and self.team.exists and not repeats else None
+        threads = 1 if small and not by_team else torch.get_num_threads()
+        with num_threads(threads), gemms_on(gemms), repeatable(repeats):
             yield
+
+    def _repeats(self, plan: StepPlan) -> bool:
+        return any(self.seeded[seq.row] for seq in plan.seqs)
 
     def _hidden_states(
         self,

@@ -1,9 +1,10 @@
 """How many CPU threads a piece of work gets.
 
-Waking a sleeping team of threads costs up to 0.6 ms on a virtual machine, and a decode step would do it hundreds of
-times. Only large GEMMs are worth that, because each streams megabytes of weights. So a small step runs on one thread,
-and only its large packed GEMMs use the others. Two halves of a larger step run side by side, each with half the threads
-(worker/parts.py).
+A team of threads that spins from one operator to the next makes a step faster, but only on cores that nobody else uses
+(worker/team.py). Otherwise its threads sleep. Waking them costs up to 0.6 ms on a virtual machine, and a decode step
+would do it hundreds of times. Only large GEMMs are worth that, because each streams megabytes of weights. So then a
+small step runs on one thread, and only its large packed GEMMs use the others. Two halves of a larger step run side by
+side, each with half the threads (worker/parts.py).
 
 This sets the number in OpenMP itself, where it belongs to the calling thread. `torch.set_num_threads` is for the whole
 process, and threads that start computing during the call can see a half-built pool ("Invalid thread pool!", torch
@@ -15,10 +16,12 @@ change with the batch.
 """
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Literal
 
 import torch
 
@@ -30,15 +33,37 @@ _READING_ROWS = 16
 
 def gemm_threads(team: int, elements: int, rows: int) -> int:
     """How many threads a GEMM of `rows` with a weight of `elements` gets: the team, or one if that is faster."""
+    if _bound.gemms is not None:
+        return team if _bound.gemms == "team" else 1
     taken_over = elements * max(rows, _READING_ROWS) * (team - 1) // team
     return team if taken_over >= _WORTH_WAKING else 1
 
 
 class _Bound(threading.local):
     most: int | None = None
+    gemms: Literal["team", "alone"] | None = None
 
 
 _bound = _Bound()
+
+
+def team_spins() -> bool:
+    """Whether OpenMP's threads look for more work for a while before they sleep (engine/__init__.py)."""
+    spins = os.environ.get("GOMP_SPINCOUNT", "").strip()
+    if spins:
+        return spins != "0"
+    return os.environ.get("OMP_WAIT_POLICY", "").strip().upper() == "ACTIVE"
+
+
+@contextmanager
+def gemms_on(who: Literal["team", "alone"] | None) -> Iterator[None]:
+    """In the body, every GEMM of this thread gets the team, or one thread; None: as `gemm_threads` decides."""
+    before = _bound.gemms
+    _bound.gemms = who
+    try:
+        yield
+    finally:
+        _bound.gemms = before
 
 
 @contextmanager

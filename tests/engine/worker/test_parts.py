@@ -25,10 +25,9 @@ from engine.kernels.runtime.cpu_threads import at_most, num_threads
 from engine.layers.context import ForwardContext, forward_context, get_context
 from engine.layers.linear import Linear
 from engine.worker import parts
-from engine.worker.parts import Pause, SideBySide, Timing, cut, reads_fresh_pages
+from engine.worker.parts import SideBySide, cut, reads_fresh_pages
+from engine.worker.pause import Pause
 from engine.worker.state import RequestTable
-
-BUSY, QUIET = Timing(cpu=1.0, wall=1.0), Timing(cpu=1.0, wall=0.55)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(parts, "_FEWEST_SEQS", 2)
     monkeypatch.setattr(parts, "_FEWEST_TOKENS", 2)
     monkeypatch.setattr(parts, "_MOST_WORK", 1.0)
-    monkeypatch.setattr(Pause, "allows_parts", lambda _: True)
+    monkeypatch.setattr(Pause, "allows", lambda _: True)
     with num_threads(2):
         yield counts
 
@@ -117,42 +116,6 @@ def test_a_step_in_which_one_reads_what_another_fills_stays_whole() -> None:
     assert not reads_fresh_pages(plan_of((16, 4), (16, 4), admitted=(1, 2)), table_of(fills, found)), "both were there"
     assert not reads_fresh_pages(plan_of((0, 20), (16, 4), admitted=(1, 2)), table_of(fills, elsewhere))
     assert not reads_fresh_pages(plan_of((0, 20), (0, 4), admitted=(1, 2)), table_of(fills, elsewhere))
-
-
-# -- the pause ----------------------------------------------------------------------------------------------------
-
-
-def whole_steps(pause: Pause) -> int:
-    """Steps until parts are allowed again."""
-    count = 0
-    while not pause.allows_parts():
-        count += 1
-    return count
-
-
-def test_parts_that_share_one_core_pause_for_longer_each_time() -> None:
-    pause = Pause()
-    pauses = []
-    for _ in range(6):
-        for _ in range(parts._TRIAL):
-            assert pause.allows_parts()
-            pause.observe(BUSY)
-        pauses.append(whole_steps(pause))
-    assert pauses == [64, 128, 256, 512, 512, 512]
-
-
-def test_parts_that_pay_go_on_and_the_next_pause_is_short_again() -> None:
-    pause = Pause()
-    for timing in [BUSY] * parts._TRIAL:
-        pause.observe(timing)
-    assert whole_steps(pause) == 64
-    for timing in [QUIET] * 3 * parts._TRIAL + [BUSY] * 2:  # two slow steps are no reason
-        assert pause.allows_parts()
-        pause.observe(timing)
-    assert pause.allows_parts()
-    for timing in [BUSY] * parts._TRIAL:
-        pause.observe(timing)
-    assert whole_steps(pause) == 64
 
 
 # -- threads ------------------------------------------------------------------------------------------------------
@@ -273,7 +236,7 @@ def test_drawn_tokens_and_log_probabilities_are_the_whole_steps(
     in_parts = answers()
     assert forced
     forced.clear()
-    monkeypatch.setattr(Pause, "allows_parts", lambda _: False)
+    monkeypatch.setattr(Pause, "allows", lambda _: False)
     assert answers() == in_parts
     assert not forced
 
@@ -286,7 +249,7 @@ def test_grammars_mask_the_sequences_of_both_parts(
     asked = [guided_params(i, guided=i % 3 > 0, max_tokens=40) for i in range(len(PROMPTS))]
     in_parts = texts(llm, asked)
     assert forced
-    monkeypatch.setattr(Pause, "allows_parts", lambda _: False)
+    monkeypatch.setattr(Pause, "allows", lambda _: False)
     assert texts(llm, asked) == in_parts
 
 
@@ -351,7 +314,7 @@ def test_bf16_answers_do_not_depend_on_parts(
 
     in_parts = tokens()
     assert forced
-    monkeypatch.setattr(Pause, "allows_parts", lambda _: False)
+    monkeypatch.setattr(Pause, "allows", lambda _: False)
     assert tokens() == in_parts
 
 
