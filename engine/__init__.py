@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# OpenMP reads these once, when torch is first imported. Its threads spin for about a millisecond before they sleep, so
-# that a step's hundreds of operators need not wake them. A step uses them only while no other process wants their cores
-# (worker/team.py). Beside a GPU they have little to do, and sleep at once.
+# OpenMP reads these once, when torch is first imported. On two cores its threads spin for about a millisecond before
+# they sleep, so that a step's hundreds of operators need not wake them; a step uses both only while no other process
+# wants their cores (worker/team.py). More than two were not measured, and beside a GPU they have little to do: these
+# sleep at once, because threads that wait for one whose core another process uses wait for time slices.
 if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
-    if os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg"):
+    if len(os.sched_getaffinity(0)) != 2 or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg"):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     else:
         os.environ["GOMP_SPINCOUNT"] = "100000"

@@ -1,10 +1,9 @@
 """Notices that a way of using several CPU threads does not pay, because another process computes on their cores."""
 
-import statistics
 from collections import deque
 from typing import NamedTuple
 
-_WINDOW = 8               # steps by which a way is judged as long as it pays
+_TRIAL = 8                # steps after which a way is judged
 _FIRST_PAUSE = 64         # steps; each pause that follows at once is twice as long
 _LONGEST_PAUSE = 512
 
@@ -19,13 +18,14 @@ class Timing(NamedTuple):
 class Pause:
     """Decides from timings whether the way pays. It counts steps and reads no clock: equal timings decide equally."""
 
-    def __init__(self, least_overlap: float, trial: int = _WINDOW) -> None:
-        """`least_overlap`: of CPU time over wall time, the median of some steps: one step may be slow for any reason.
-        `trial`: how many steps, at first and after a pause."""
-        self._least = least_overlap
-        self._trial = self._window = trial
-        self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._length = _FIRST_PAUSE
+    def __init__(self, least_overlap: float, *, seconds: float = float("inf"), first: int = _FIRST_PAUSE) -> None:
+        """`least_overlap`: of CPU time over wall time, of the last steps. `seconds`: fewer steps are enough if they
+        took so long. `first`: steps of the first pause."""
+        self.least_overlap = least_overlap
+        self._seconds = seconds
+        self._first = first
+        self._recent: deque[Timing] = deque(maxlen=_TRIAL)
+        self._length = first
         self._left = 0
 
     def allows(self) -> bool:
@@ -35,14 +35,19 @@ class Pause:
             return False
         return True
 
-    def observe(self, timing: Timing) -> None:
-        """A step has run this way."""
-        self._recent.append(timing.cpu / timing.wall)
-        if len(self._recent) < self._window:
-            return
-        if statistics.median(self._recent) < self._least:
-            self._recent.clear()
-            self._window = self._trial
-            self._left, self._length = self._length, min(2 * self._length, _LONGEST_PAUSE)
-        elif len(self._recent) == _WINDOW:
-            self._window, self._length = _WINDOW, _FIRST_PAUSE
+    def begin(self) -> None:
+        self._recent.clear()
+        self._left, self._length = self._length, min(2 * self._length, _LONGEST_PAUSE)
+
+    def observe(self, timing: Timing) -> bool:
+        """A step has run this way. Whether the way still pays; otherwise a pause has begun."""
+        self._recent.append(timing)
+        cpu, wall = (sum(seconds) for seconds in zip(*self._recent, strict=True))
+        if len(self._recent) < _TRIAL and wall < self._seconds:
+            return True
+        if cpu < self.least_overlap * wall:
+            self.begin()
+            return False
+        if len(self._recent) == _TRIAL:
+            self._length = self._first
+        return True

@@ -186,10 +186,14 @@ class Runner:
 
     @contextmanager
     def _computing(self, plan: StepPlan, *, by_team: bool = False) -> Iterator[None]:
-        small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
         repeats = self._repeats(plan)
-        gemms = "team" if by_team else "alone" if small and self.team.exists and not repeats else None
-        threads = 1 if small and not by_team else torch.get_num_threads()
+        if by_team:
+            gemms, threads = "team", torch.get_num_threads()
+        elif self.team.exists and not repeats:  # other processes want the cores
+            gemms, threads = "alone", 1
+        else:
+            small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
+            gemms, threads = None, 1 if small else torch.get_num_threads()
         with num_threads(threads), gemms_on(gemms), repeatable(repeats):
             yield
 

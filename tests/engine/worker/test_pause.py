@@ -19,7 +19,7 @@ def test_threads_that_share_one_core_pause_for_longer_each_time() -> None:
     paused = Pause(LEAST)
     pauses = []
     for _ in range(6):
-        for _ in range(pause._WINDOW):
+        for _ in range(pause._TRIAL):
             assert paused.allows()
             paused.observe(BUSY)
         pauses.append(steps_left(paused))
@@ -28,32 +28,27 @@ def test_threads_that_share_one_core_pause_for_longer_each_time() -> None:
 
 def test_threads_that_pay_go_on_and_the_next_pause_is_short_again() -> None:
     paused = Pause(LEAST)
-    for timing in [BUSY] * pause._WINDOW:
+    for timing in [BUSY] * pause._TRIAL:
         paused.observe(timing)
     assert steps_left(paused) == 64
-    for timing in [QUIET] * 3 * pause._WINDOW + [BUSY] * 2:  # two slow steps are no reason
+    for timing in [QUIET] * 3 * pause._TRIAL + [BUSY] * 2:  # two slow steps are no reason
         assert paused.allows()
         paused.observe(timing)
     assert paused.allows()
-    for timing in [BUSY] * pause._WINDOW:
+    for timing in [BUSY] * pause._TRIAL:
         paused.observe(timing)
     assert steps_left(paused) == 64
 
 
-def test_one_very_slow_step_is_no_reason() -> None:
-    paused = Pause(LEAST, trial=3)
-    for timing in (Timing(cpu=10.0, wall=10.0), QUIET, QUIET):
-        paused.observe(timing)
-    assert paused.allows()
-
-
-def test_a_short_trial_decides_at_first_and_after_each_pause() -> None:
-    paused = Pause(LEAST, trial=3)
+def test_steps_that_take_long_decide_at_once() -> None:
+    paused = Pause(LEAST, seconds=0.2)
     for expected in (64, 128):
-        for _ in range(3):
-            assert paused.allows()
-            paused.observe(BUSY)
+        assert paused.observe(Timing(cpu=0.1, wall=0.1))
+        assert paused.allows()
+        assert not paused.observe(Timing(cpu=0.1, wall=0.1))
         assert steps_left(paused) == expected
-    for timing in [QUIET] * pause._WINDOW + [BUSY] * 3:  # once it has paid for a while, three are not enough
-        paused.observe(timing)
-    assert paused.allows()
+    assert paused.observe(Timing(cpu=0.5, wall=0.25))
+    for _ in range(pause._TRIAL):
+        assert paused.observe(Timing(cpu=0.04, wall=0.02))
+    assert not paused.observe(Timing(cpu=3.0, wall=3.0))
+    assert steps_left(paused) == 64
