@@ -65,8 +65,10 @@ class Runner:
     """One device, one model, in plain torch. `forward` and `sample` queue work, `collect` waits for the results."""
 
     def __init__(
-        self, model: CausalLM, spec: CacheSpec, *, num_rows: int, max_model_len: int, device: torch.device
-    ) -> None:
+        self, model: CausalLM, spec: CacheSpec, *, num_rows: int, max_model_len: int, device: torch.device,
+        repeats: bool = False,
+    ) -> None:  # fmt: skip
+        """`repeats`: every request must give the same result again, as if it had a seed."""
         self.model = model
         self.device = device
         self.vocab_size = model.config.vocab_size
@@ -75,6 +77,7 @@ class Runner:
         self.pooler = Pooler()
         self.prompt_len = [0] * num_rows
         self.seeded = [False] * num_rows
+        self.repeats = repeats
         self.has_state = bool(spec.slot_bytes)
         self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
         self.side_by_side = SideBySide() if supports(model, spec) else None
@@ -198,7 +201,7 @@ class Runner:
             yield
 
     def _repeats(self, plan: StepPlan) -> bool:
-        return any(self.seeded[seq.row] for seq in plan.seqs)
+        return self.repeats or any(self.seeded[seq.row] for seq in plan.seqs)
 
     def _hidden_states(
         self,

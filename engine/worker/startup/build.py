@@ -158,8 +158,9 @@ def build_engine(
         depth = 1 if config.overlap is False else 2
     else:
         runner = Runner(
-            model, spec, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len, device=device
-        )
+            model, spec, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len, device=device,
+            repeats=config.seed is not None,
+        )  # fmt: skip
         runner.bind_cache(cache)
         depth = 2 if config.overlap else 1
     core = EngineCore(

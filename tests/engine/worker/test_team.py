@@ -43,8 +43,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     return calls
 
 
-def engine(model: Path) -> LLM:
-    return LLM(model, dtype="bfloat16", kv_cache_memory_bytes=64_000_000, max_num_seqs=16, max_model_len=128,
+def engine(model: Path, **config: Any) -> LLM:
+    return LLM(model, **config, dtype="bfloat16", kv_cache_memory_bytes=64_000_000, max_num_seqs=16, max_model_len=128,
                enable_prefix_caching=False)  # fmt: skip
 
 
@@ -94,11 +94,11 @@ def test_answers_are_the_same_on_the_team_and_alone(
     monkeypatch.setattr(Team, "allows_step", lambda self: self.exists)
     llm = engine(tiny_llama_dir("gqa"))
     on_team = answers(llm)
-    assert set(seen) <= {("team", 2)}
+    assert set(seen) == {("team", 2)}
     seen.clear()
     monkeypatch.setattr(Team, "allows_step", lambda _: False)
     assert answers(llm) == on_team
-    assert set(seen) <= {("alone", 1)}
+    assert set(seen) == {("alone", 1)}
 
 
 def test_steps_leave_the_team_where_it_does_not_get_its_cores(
@@ -108,13 +108,13 @@ def test_steps_leave_the_team_where_it_does_not_get_its_cores(
     monkeypatch.setattr(team, "_since", lambda cpu, wall: Timing(share * 0.1, 0.1))
     llm = engine(tiny_llama_dir("gqa"))
     first = answers(llm)
-    assert set(seen) <= {("team", 2)}
+    assert set(seen) == {("team", 2)}
     share = 1.5
     assert answers(llm) == first
     seen.clear()
     for _ in range(7):  # also after the first pause: the team fails to prove itself
         assert answers(llm) == first
-    assert set(seen) <= {("alone", 1)}
+    assert set(seen) == {("alone", 1)}
     share = 1.9
     for _ in range(20):
         answers(llm)
@@ -127,12 +127,14 @@ def test_the_team_proves_itself_with_work_of_its_own(two_spinning_threads: None)
     assert proof.cpu > 0
 
 
-def test_a_request_with_a_seed_is_never_computed_by_the_team(
-    tiny_llama_dir: Callable[..., Path], two_spinning_threads: None, seen: list
-) -> None:
-    llm = engine(tiny_llama_dir("gqa"))
-    answers(llm, SamplingParams(max_tokens=3, seed=1, ignore_eos=True))
-    assert {who for who, _ in seen} <= {None}
+@pytest.mark.parametrize(("of_engine", "of_request"), [(None, 1), (1, None)])
+def test_what_has_a_seed_is_never_computed_by_the_team(
+    tiny_llama_dir: Callable[..., Path], two_spinning_threads: None, seen: list, of_engine: int | None,
+    of_request: int | None,
+) -> None:  # fmt: skip
+    llm = engine(tiny_llama_dir("gqa"), seed=of_engine)
+    answers(llm, SamplingParams(max_tokens=3, seed=of_request, ignore_eos=True))
+    assert {who for who, _ in seen} == {None}
 
 
 def test_threads_that_sleep_are_no_team() -> None:
