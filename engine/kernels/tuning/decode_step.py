@@ -18,8 +18,9 @@ from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.tuning.experts_search import decode_stages
 from engine.kernels.tuning.gemm_operands import Operands
 from engine.kernels.tuning.rows import say
-from engine.kernels.tuning.step_gemms import Subject, subjects_of
+from engine.kernels.tuning.step_gemms import Subject, head_has_copy, subjects_of
 from engine.kernels.tuning.step_search import Block, Change, Chosen, Part, Ready, Stage, Tiles, candidates
+from engine.layers.quant.head import drop_copy
 from engine.models.config.model import read_json
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def start(config: Path, quantization: str) -> Iterator[DecodeStep]:
     assert isinstance(runner, DeviceRunner)
     runner.graphs = None
     with torch.inference_mode():
+        if not head_has_copy(config, quantization):  # of a few layers every head is a large part
+            drop_copy(runner.model)
         words, pages = runner.staging.device_words, _POSITION // runner.page_size + 1
         words.zero_()
         words[0], words[aligned(1)] = 1, _POSITION  # row 0 is for padding

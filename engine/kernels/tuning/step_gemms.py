@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from engine.core.kv.spec import CacheSpec
 from engine.kernels.gemm.tiles import GemmShape
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
-from engine.layers.quant.head import keep_copy
+from engine.layers.quant.head import copied_head, keep_copy
 from engine.layers.token_bytes import token_bytes
 from engine.models.base import CausalLM
 from engine.models.config.model import read_json
@@ -71,6 +71,14 @@ def sensible_forms(config: Path) -> Sequence[str]:
         return ("none",)
     numbers = sum(parameter.numel() for parameter in empty_model(config).parameters())
     return ("fp8", "none") if 2 * numbers <= _BOTH_FORMS else ("fp8",)
+
+
+def head_has_copy(config: Path, quantization: str) -> bool:
+    """Whether few rows read a copy of the model's output head."""
+    model = empty_model(config)
+    if quantization == "fp8":
+        quantize(model, "fp8")
+    return copied_head(model, token_bytes(model)) is not None
 
 
 def of_step(model: CausalLM, quantization: str, name: str) -> list[Subject]:

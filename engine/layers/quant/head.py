@@ -121,6 +121,12 @@ def keep_copy(model: nn.Module, token_bytes: int, free: int) -> None:
              head.few_rows.nbytes / (1 << 30), FEW_ROWS)  # fmt: skip
 
 
+def drop_copy(model: nn.Module) -> None:
+    for layer in model.modules():
+        if getattr(layer, "gemm", None) is _WITH_COPY:
+            layer.few_rows, layer.gemm = None, ON_GPU
+
+
 def _with_copy(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if x.shape[0] > FEW_ROWS:
         return ON_GPU.run(layer, x)

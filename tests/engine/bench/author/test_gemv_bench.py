@@ -12,8 +12,9 @@ import pytest
 from engine.bench import __main__ as bench
 from engine.bench.author import gemv
 from engine.kernels.gemm.tiles import GemmShape
-from engine.kernels.tuning import decode_step
+from engine.kernels.tuning import decode_step, step_gemms
 from engine.kernels.tuning.step_gemms import Subject
+from engine.plan import SHAPES
 
 ROOT = Path(__file__).parents[4]
 
@@ -89,6 +90,13 @@ def steps():
     return run_apart(STEPS, json.dumps(STEP_MODELS))
 
 
+@pytest.mark.parametrize("name, has_copy", [("qwen3.6-35b-a3b", True), ("qwen3.6-27b", False), ("gemma4-31b", False)])
+def test_the_whole_model_decides_whether_its_head_has_a_copy(name, has_copy):
+    """A few of its layers read so little that every head would."""
+    assert step_gemms.head_has_copy(SHAPES / name, "fp8") is has_copy
+    assert not step_gemms.head_has_copy(SHAPES / name, "none")
+
+
 @pytest.mark.parametrize("model, expected", [
     # The shapes are those of config.json: hidden size 4096, MLP 12288, 32 + 2 * 8 heads of 128, and the head.
     ("qwen3-8b none", {
@@ -98,8 +106,8 @@ def steps():
         "4096x4096 bf16": [None, False, True],
         "6144x4096 bf16 normed": [None, False, False],
     }),
-    ("qwen3-0.6b fp8", {  # the head keeps its precision
-        "151936x1024 bf16": [None, False, False],
+    ("qwen3-0.6b fp8", {  # the copy of the head has eight bits, too
+        "151936x1024 fp8": [None, False, False],
         "6144x1024 fp8 gated normed": ["silu", False, False],
         "1024x3072 fp8": [None, False, True],
         "1024x2048 fp8": [None, False, True],
@@ -117,7 +125,7 @@ def steps():
     }),
     # The experts have kernels of their own, and what decides over a state (64 outputs) is too small to matter.
     ("qwen3.6-35b-a3b fp8", {
-        "248320x2048 bf16": [None, False, False],
+        "248320x2048 fp8": [None, False, False],
         "12288x2048 fp8 normed": [None, False, False],
         "9216x2048 fp8 normed": [None, False, False],
         "2048x4096 fp8": [None, False, True],

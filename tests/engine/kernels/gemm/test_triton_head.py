@@ -8,6 +8,7 @@ from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Linear
 from engine.layers.quant import head
 from engine.layers.quant.head import BESIDE_FP8, BESIDE_INT4, FEW_ROWS, Int8Rows
+from engine.layers.quant.unquantized import ON_GPU
 
 OUTPUTS, INNER = 96, 64
 
@@ -77,6 +78,13 @@ def test_more_rows_read_the_weight_itself(monkeypatch: pytest.MonkeyPatch):
     layer.few_rows.values.zero_()
     x = torch.randn(FEW_ROWS + 1, INNER).half()
     torch.testing.assert_close(layer(x), x @ exact.T)
+
+
+def test_a_dropped_copy_is_not_read():
+    layer, exact = copied()
+    head.drop_copy(nn.ModuleList([Linear(4, 4), layer]))
+    assert layer.few_rows is None
+    assert layer.gemm is ON_GPU
 
 
 def test_no_copy_where_it_gains_little_or_memory_is_short():
