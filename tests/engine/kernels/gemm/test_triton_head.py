@@ -81,7 +81,7 @@ def test_more_rows_read_the_weight_itself(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_dropped_copy_is_not_read():
-    layer, exact = copied()
+    layer, _ = copied()
     head.drop_copy(nn.ModuleList([Linear(4, 4), layer]))
     assert layer.few_rows is None
     assert layer.gemm is ON_GPU
