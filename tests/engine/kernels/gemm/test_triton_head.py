@@ -91,8 +91,8 @@ def test_no_copy_where_it_gains_little_or_memory_is_short():
     need = OUTPUTS * (INNER + 4)
     assert copied(share=8)[0].few_rows is not None
     assert copied(share=9)[0].few_rows is None
-    assert copied(free=8 * need)[0].few_rows is not None
-    assert copied(free=8 * need - 1)[0].few_rows is None
+    assert copied(free=32 * need)[0].few_rows is not None
+    assert copied(free=32 * need - 1)[0].few_rows is None
 
 
 def test_no_copy_where_results_must_not_depend_on_the_batch():
