@@ -28,6 +28,7 @@ from engine.worker import parts
 from engine.worker.parts import SideBySide, cut, reads_fresh_pages
 from engine.worker.pause import Pause
 from engine.worker.state import RequestTable
+from engine.worker.team import Team
 
 
 @pytest.fixture
@@ -46,6 +47,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(parts, "_FEWEST_TOKENS", 2)
     monkeypatch.setattr(parts, "_MOST_WORK", 1.0)
     monkeypatch.setattr(Pause, "allows", lambda _: True)
+    monkeypatch.setattr(Team, "allows_step", lambda _: False)
     with num_threads(2):
         yield counts
 

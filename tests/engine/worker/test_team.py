@@ -1,14 +1,18 @@
 """A step on all CPU threads gives what it gives otherwise, and is left where other processes want the cores."""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
+from test_oracle import LENGTH, run, tiny_engine
+from test_parts import requests_of
 
 from engine import LLM, SamplingParams
 from engine.kernels.runtime import cpu_threads
@@ -101,6 +105,21 @@ def test_answers_are_the_same_on_the_team_and_alone(
     assert set(seen) == {("alone", 1)}
 
 
+@pytest.mark.parametrize("budget", [7, 200])
+def test_greedy_equals_transformers(
+    tiny_llama_dir: Callable[..., Path], two_spinning_threads: None, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, prefix hits, preemption and aborts, with every step on the team."""
+    monkeypatch.setattr(Team, "allows_step", lambda self: self.exists)
+    model, rng = tiny_llama_dir("gqa"), random.Random(budget)
+    core = tiny_engine(model, num_pages=26, max_num_batched_tokens=budget, max_num_seqs=6)
+    requests = requests_of(rng, 24)
+    tokens, _ = run(core, requests, rng, aborts=0.02)
+    for request in requests:
+        got = tokens[request.request_id]
+        assert got == oracle.greedy(model, tuple(request.prompt_token_ids), LENGTH)[: len(got)]
+
+
 def test_steps_leave_the_team_where_it_does_not_get_its_cores(
     tiny_llama_dir: Callable[..., Path], two_spinning_threads: None, seen: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +156,8 @@ def test_what_has_a_seed_is_never_computed_by_the_team(
     assert {who for who, _ in seen} == {None}
 
 
-def test_threads_that_sleep_are_no_team() -> None:
+def test_threads_that_sleep_are_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "team_spins", lambda: False)
     with num_threads(2):
         assert not Team().exists
         assert not Team().allows_step()
