@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # OpenMP reads these once, when torch is first imported. On two cores its threads spin for about a millisecond before
-# they sleep, so that a step's hundreds of operators need not wake them; a step uses both only while no other process
-# wants their cores (worker/team.py). More than two were not measured, and beside a GPU they have little to do: these
-# sleep at once, because threads that wait for one whose core another process uses wait for time slices.
+# they sleep, so that a step's hundreds of operators need not wake them. If another process takes a core, each operator
+# would wait for a time slice, so a step uses both threads only while the cores are free (worker/team.py). More than two
+# threads were not measured, and beside a GPU they have little to do: these sleep at once.
 if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
     if len(os.sched_getaffinity(0)) != 2 or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg"):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

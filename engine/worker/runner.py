@@ -118,7 +118,7 @@ class Runner:
         return ForwardedStep(plan, forwarded)
 
     def _for_team(self, plan: StepPlan) -> bool:
-        """Not where a step must repeat: with more threads the last bits of a sum may differ."""
+        """A step that must repeat stays off the team: with more threads the last bits of a sum may differ."""
         return not self._repeats(plan) and torch.get_num_threads() > 1 and self.team.allows_step()
 
     def _parts_of(self, plan: StepPlan) -> list[StepPlan]:

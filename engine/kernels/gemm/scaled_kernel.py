@@ -16,7 +16,7 @@ from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 _GROUP = 8  # row blocks that use the same part of the weight while it is in the L2 cache
-_MANY_OUTPUTS = 1 << 15  # so many give every multiprocessor programs of 128
+_MANY_OUTPUTS = 1 << 15  # enough for each multiprocessor to get several tiles of 128 outputs
 
 
 class ScaledTiles(NamedTuple):
@@ -69,8 +69,11 @@ def _scaled_kernel(
 
 
 def scaled_tiles(rows: int, outputs: int, x_bytes: int, shared: int) -> ScaledTiles:
-    """Tiles by rule: for `rows` of x with `x_bytes` per element, with as many stages as `shared` bytes allow, of which
-    two programs get half each where few rows meet many outputs."""
+    """Tiles by rule, for `rows` of x with `x_bytes` per element and `shared` bytes of shared memory.
+
+    The pipeline has as many stages as fit. A few rows with many outputs are bound by reading the weight: there each
+    program takes half of the memory, so that two share a multiprocessor.
+    """
     block_m = min(128, max(16, triton.next_power_of_2(rows)))
     if x_bytes > 1 and block_m < 128 and outputs >= _MANY_OUTPUTS:
         stages = (shared // 2 - 1024) // (128 * (128 + block_m * x_bytes))

@@ -122,6 +122,7 @@ def keep_copy(model: nn.Module, token_bytes: int, free: int) -> None:
 
 
 def drop_copy(model: nn.Module) -> None:
+    """Read the 16-bit head again, for any number of rows."""
     heads: list[Any] = [layer for layer in model.modules() if getattr(layer, "gemm", None) is _WITH_COPY]
     for head in heads:
         head.few_rows, head.gemm = None, ON_GPU
